@@ -178,7 +178,7 @@ def draft_tokens(
         embedded_TD = model.embed(next_T, model.vocabulary).to(hidden_TD.dtype)
         pair_TP = torch.cat((embedded_TD, hidden_TD), dim=-1)
         context = rows.contexts[kind]
-        hidden_BSD, _ = model.through(block, pair_TP[None], context)
+        hidden_BSD, _, _ = model.through(block, pair_TP[None], context)
         hidden_TD = hidden_BSD[0]
         if not ahead:
             hidden_TD = hidden_TD[chunks.last_N]

@@ -17,6 +17,39 @@ from moetrain.models.layers import Context, RMSNorm
 
 
 @dataclass(eq=False)
+class PagedTokens:
+    """A vector for each token of one layer, in pages."""
+
+    num_pages: int
+    page_size: int
+    pages_PZd: torch.Tensor | None = None
+    """None until the first use, which allocates it."""
+
+    def free(self) -> None:
+        """Free the memory of the pages."""
+        self.pages_PZd = None
+
+    def wipe(self) -> None:
+        """Fill the pages with zeros."""
+        if self.pages_PZd is not None:
+            self.pages_PZd.zero_()
+
+    def store(self, x_Td: torch.Tensor, slots_T: torch.Tensor) -> torch.Tensor:
+        """Store the vectors of a step's tokens, and return all pages.
+
+        Args:
+            slots_T: the slot of each token, counted over all pages; -1: not stored.
+        """
+        if self.pages_PZd is None:
+            # One page more than there are, in which tokens without a slot are written. So no shape
+            # depends on the slots, and a CUDA graph can contain the write.
+            self.pages_PZd = x_Td.new_zeros(self.num_pages + 1, self.page_size, x_Td.shape[-1])
+        places_T = slots_T.long().where(slots_T >= 0, self.num_pages * self.page_size)
+        self.pages_PZd.flatten(0, 1).index_copy_(0, places_T, x_Td)
+        return self.pages_PZd
+
+
+@dataclass(eq=False)
 class PagedAttention:
     """The attention core of one layer, over pages. A step is one row of tokens, [1, T]."""
 

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from moetrain.generate.drafting import Chunks, draft_tokens
-from moetrain.generate.paged_attention import PagedAttention
+from moetrain.generate.paged_attention import PagedAttention, PagedTokens
 from moetrain.generate.pages import Pages
 from moetrain.generate.ranks import ExpertParallel, HeadParallel, SplitAttention
 from moetrain.generate.request import Request
@@ -131,6 +131,7 @@ class Steps:
         kind = PagedAttention if heads is None else partial(SplitAttention, heads.group)
         caches = Caches(
             make_attention=partial(kind, pages.num_pages, pages.page_size),
+            make_tokens=partial(PagedTokens, pages.num_pages, pages.page_size),
             slots=self.max_sequences + 1,
             drafts=self.draft,
         )

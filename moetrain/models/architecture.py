@@ -209,6 +209,10 @@ class AttentionPart(Part):
     needs_lse: ClassVar[bool] = False
     """True: its mask's backend must compute the log-sum-exp."""
 
+    selects_keys: ClassVar[bool] = False
+    """True: it attends to some of the keys that a token may see, and so needs
+    ``Context.seen_BS2``."""
+
     window: int | None = None
     """The number of tokens that a token attends to, itself included; None: all tokens up to it."""
 
@@ -221,6 +225,12 @@ class AttentionPart(Part):
     def widest_head(self) -> int:
         """The largest head width that its mask's backend must support."""
         return 0
+
+    @property
+    def follows_selection(self) -> bool:
+        """True: it attends to keys that an earlier block has selected, so no pipeline stage can
+        begin with it."""
+        return False
 
     def exchanged(self, share: Workload) -> dict[str, float]:
         """Return the bytes that a context parallel rank receives, as :meth:`Workload.received`.

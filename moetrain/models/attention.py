@@ -17,7 +17,7 @@ from moetrain.kernels.attention.sinks import attention_with_sinks
 from moetrain.kernels.norm.elementwise import sigmoid
 from moetrain.kernels.norm.rotary import rotary
 from moetrain.models.architecture import FP32, AttentionPart, QKNormed, Weight, Workload, linear
-from moetrain.models.generation import AttentionCache, Caches
+from moetrain.models.generation import AttentionCache, Caches, LayerCache
 from moetrain.models.layers import Context, KernelModule, Linear, RMSNorm, WideNorm, linears
 from moetrain.models.rules import COLWISE, NORM, ROWWISE, WIDE_NORM, ZERO_NORM
 
@@ -215,7 +215,7 @@ class CoreAttention(KernelModule):
         self.cache: AttentionCache | None = None
         """The keys and values of generation; None: this module trains."""
 
-    def for_generation(self, caches: Caches, window: int | None) -> AttentionCache | None:
+    def for_generation(self, caches: Caches, window: int | None) -> LayerCache | None:
         """Attend over a cache from now on, and return the cache.
 
         Returns None, and changes nothing, if the module has a core of its family, which cannot be

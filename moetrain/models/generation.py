@@ -5,8 +5,8 @@ a model. A step then reads only new tokens, with kernels for few rows. Every mod
 tokens keeps what later tokens need in a cache. The generator makes the caches of keys and values.
 Modules with a state, such as linear attention, make theirs themselves.
 
-Legend: B batch, S sequence, H query heads, G key/value heads, d width of a query and a key, v of a
-value.
+Legend: B batch, S sequence, T tokens of a step, P pages, Z tokens of a page, H query heads,
+G key/value heads, d width of a query and a key, v of a value.
 """
 
 from collections.abc import Callable
@@ -70,12 +70,43 @@ class AttentionCache(LayerCache, Protocol):
         ...
 
 
+class TokenCache(LayerCache, Protocol):
+    """A cache of a vector for each token, in the same pages as its keys and values."""
+
+    def store(self, x_Td: torch.Tensor, slots_T: torch.Tensor) -> torch.Tensor:
+        """Store the vectors of a step's tokens, and return all pages, [P, Z, d].
+
+        Args:
+            slots_T: the slot of each token, counted over all pages; -1: not stored.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class SeveralCaches:
+    """The caches of a layer that has more than one."""
+
+    caches: tuple[LayerCache, ...]
+
+    def free(self) -> None:
+        """Free their memory; the next step allocates it again."""
+        for cache in self.caches:
+            cache.free()
+
+    def wipe(self) -> None:
+        """Zero their memory."""
+        for cache in self.caches:
+            cache.wipe()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Caches:
     """The generator's requirements for the caches of a model's layers."""
 
     make_attention: Callable[[int | None], AttentionCache]
     """Makes the cache of an attention layer from its window in tokens; None: there is no window."""
+    make_tokens: Callable[[], TokenCache]
+    """Makes a cache of a vector for each token."""
     slots: int
     """Number of slots for sequences in a layer with a state. Each running sequence has one slot.
     Slot 0 belongs to no sequence: empty slots of a step write their states there."""

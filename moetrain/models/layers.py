@@ -322,6 +322,21 @@ class Context(NamedTuple):
     parts: tuple[AttentionMask, ...] = ()
     """If context parallelism gathers keys: a mask for each of several equal parts of this device's
     queries, over the keys of all tokens. Else empty."""
+    seen_BS2: torch.Tensor | None = None
+    """int64: the index in its row of the first and of the last token that each token may see: the
+    begin of its document, and itself. Under context parallelism indices count all tokens. None: no
+    layer selects keys, or in generation."""
+    selected_BSK: torch.Tensor | None = None
+    """int32: the keys that an earlier layer has selected for each token, as
+    :attr:`Selection.keys_BSK`. None: no layer has."""
+
+
+class Selection(NamedTuple):
+    """The keys to which a layer's tokens attend, for later layers that attend to the same ones."""
+
+    keys_BSK: torch.Tensor | None
+    """int32: the index of each key in its row (under context parallelism among all tokens, in
+    generation in its sequence); -1: none. None: every token attends to all keys that it may see."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,6 +71,9 @@ class Rule:
     """The format of generation's quantised copy; None: generation uses the compute dtype."""
     stacked: int = 1
     """The number of matrices stacked in the parameter's rows: 2 for gate and up projection."""
+    has_own_loss: bool = False
+    """True: the model's loss has no gradient for the parameter. It is frozen, unless a setting asks
+    for a loss of its own."""
     rows: tuple[int, ...] | None = None
     """The rows that are trained; the other rows are frozen. None: all rows are trained."""
     is_orthogonal: bool = False
@@ -211,6 +214,7 @@ class ShardingPlan(NamedTuple):
         if tokens is not None:
             saved = {name for name in SAVED_MODULES.values() if name in rules}
         frozen = _frozen(rules, config.train.freeze, saved)
+        frozen |= {name for name, rule in rules.items() if rule.has_own_loss}
         for name, rule in rules.items():
             if rule.init == "kaiming":
                 rule = replace(rule, init=config.lora.init)

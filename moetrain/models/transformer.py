@@ -32,7 +32,14 @@ from moetrain.models.families import FAMILIES
 from moetrain.models.family import Piece
 from moetrain.models.generation import Caches, CachingMixer, LayerCache
 from moetrain.models.hf.files import HFSource
-from moetrain.models.layers import Context, KernelModule, Linear, RMSNorm, Vocabulary
+from moetrain.models.layers import (
+    Context,
+    KernelModule,
+    Linear,
+    RMSNorm,
+    Selection,
+    Vocabulary,
+)
 from moetrain.models.parts.lora import add_adapters
 from moetrain.models.parts.multi_token import run_multi_token
 from moetrain.models.rope_scaling import RotaryEmbedding
@@ -45,10 +52,17 @@ from moetrain.runtime.typed import compile_module
 Stream = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """The residual stream [B, S, D], or two tensors that add up to it (:attr:`Block.defers`)."""
 
-CallBlock = Callable[..., tuple[Stream, RouterStats | None]]
+BlockOutputs = tuple[Stream, RouterStats | None, Selection | None]
+"""The residual stream after a block, the routing statistics (None: not MoE), and the keys that the
+block has selected (None: it selects none)."""
+
+CallBlock = Callable[..., BlockOutputs]
 """Calls its first argument, a block, with the other arguments."""
 
-_RunPart = Callable[[torch.Tensor, Context], torch.Tensor | tuple[torch.Tensor, RouterStats | None]]
+_RunPart = Callable[
+    [torch.Tensor, Context],
+    torch.Tensor | tuple[torch.Tensor, RouterStats | None] | tuple[torch.Tensor, Selection],
+]
 
 _KERNELS = KernelsSection()
 _MOE = MoeSection()
@@ -92,13 +106,14 @@ class Block(nn.Module):
         one = nn.Parameter(torch.empty(1), requires_grad=False) if arch.layer_scalars else None
         self.register_parameter("scalar", one)
 
-    def forward(self, stream: Stream, context: Context) -> tuple[Stream, RouterStats | None]:
-        """Return the residual stream after this block, and routing statistics (None: not MoE)."""
+    def forward(self, stream: Stream, context: Context) -> BlockOutputs:
+        """Return the residual stream after this block, and what its parts report."""
         # y_BSD is the last part's result. The next norm adds it to the stream x_BSD, in one kernel.
         x_BSD: torch.Tensor
         y_BSD: torch.Tensor | None
         x_BSD, y_BSD = stream if isinstance(stream, tuple) else (stream, None)
         stats: RouterStats | None = None
+        selection: Selection | None = None
         for before, part, after in self.parts:
             norm: RMSNorm | None = getattr(self, before) if before else None
             if norm is None:
@@ -110,13 +125,19 @@ class Block(nn.Module):
             run: _RunPart = getattr(self, part)
             result = run(normed_BSD, context)
             if isinstance(result, tuple):
-                result, stats = result
+                result, report = result
+                if isinstance(report, Selection):
+                    selection = report
+                else:
+                    stats = report
             y_BSD = self._added(getattr(self, after)(result) if after else result)
         assert y_BSD is not None  # a block has a part
         if self.defers and self.scalar is None:
-            return (x_BSD, y_BSD), stats
+            return (x_BSD, y_BSD), stats, selection
         x_BSD = x_BSD + y_BSD
-        return x_BSD if self.scalar is None else x_BSD * self.scalar.to(x_BSD.dtype), stats
+        if self.scalar is not None:
+            x_BSD = x_BSD * self.scalar.to(x_BSD.dtype)
+        return x_BSD, stats, selection
 
     def _added(self, y_BSD: torch.Tensor) -> torch.Tensor:
         """Return what is added to the residual stream for a part's result."""
@@ -129,10 +150,10 @@ class MultiTokenBlock(Block):
     join: nn.Module
     readout: nn.Module
 
-    def forward(self, stream: Stream, context: Context) -> tuple[torch.Tensor, RouterStats | None]:
+    def forward(self, stream: Stream, context: Context) -> BlockOutputs:
         """Return hidden states [B, S, D] for pairs of an embedding and a hidden state."""
-        x_BSD, stats = super().forward(self.join(stream), context)
-        return self.readout(x_BSD), stats
+        x_BSD, stats, selection = super().forward(self.join(stream), context)
+        return self.readout(x_BSD), stats, selection
 
 
 class _Embedding(nn.Module):
@@ -195,9 +216,7 @@ class Sharding:
         """Give ``block`` its whole parameters inside the context."""
         return nullcontext()
 
-    def reopen(
-        self, block: nn.Module, outputs: tuple[Stream, RouterStats | None]
-    ) -> tuple[Stream, RouterStats | None]:
+    def reopen(self, block: nn.Module, outputs: BlockOutputs) -> BlockOutputs:
         """Return ``outputs`` of ``block``; their backward first unshards the block again."""
         return outputs
 
@@ -245,6 +264,7 @@ class Transformer(nn.Module):
         self.widths = {mixer.window: arch.widest_head(mixer.window) for mixer in mixers}
         self.carries_state = any(mixer.carries_state for mixer in mixers)
         self.needs_lse = any(mixer.needs_lse for mixer in mixers)
+        self.selects_keys = any(mixer.selects_keys for mixer in mixers)
         rotations = dict.fromkeys(kind.rotation for kind in self.kinds)
         self.ropes = {rotation: RotaryEmbedding(rotation) for rotation in rotations}
         self.layers = nn.ModuleList(blocks)
@@ -364,6 +384,9 @@ class Transformer(nn.Module):
         if self.carries_state:
             shape = (batch, seq_len)
             documents, place_T = documents_of(positions_BS, cu_seqlens, shape, tokens_BS.device)
+        seen_BS2 = None
+        if self.selects_keys:
+            seen_BS2 = _seen(positions_BS, (batch, seq_len), tokens_BS.device)
         if positions_BS is None:
             positions_BS = torch.arange(seq_len, device=tokens_BS.device)[None]
         query_scale = self.query_scale(positions_BS)
@@ -376,6 +399,7 @@ class Transformer(nn.Module):
                 documents=documents,
                 place_T=place_T,
                 query_scale=query_scale,
+                seen_BS2=seen_BS2,
             )
             for kind, angles in self.rotate(positions_BS).items()
         }
@@ -410,24 +434,27 @@ class Transformer(nn.Module):
     ) -> tuple[Stream, list[RouterStats]]:
         """Run blocks ``start:stop``; return the residual stream and MoE layers' statistics."""
         layer_stats: list[RouterStats] = []
+        selected_BSK: torch.Tensor | None = None
         for i in range(start, self.arch.num_layers if stop is None else stop):
-            context = rows.contexts[self.kinds[i]]
+            context = rows.contexts[self.kinds[i]]._replace(selected_BSK=selected_BSK)
             if rows.routes_BSLK is not None and i in self.arch.moe_layer_indices:
                 layer = self.arch.moe_layer_indices.index(i)
                 context = context._replace(routes_BSK=rows.routes_BSLK[:, :, layer])
-            x_BSD, stats = self.through(i, x_BSD, context)
+            x_BSD, stats, selection = self.through(i, x_BSD, context)
             if stats is not None:
                 layer_stats.append(stats)
+            if selection is not None:
+                selected_BSK = selection.keys_BSK
         return x_BSD, layer_stats
 
-    def through(self, i: int, x_BSD: Stream, context: Context) -> tuple[Stream, RouterStats | None]:
+    def through(self, i: int, x_BSD: Stream, context: Context) -> BlockOutputs:
         """Call block ``i`` with its parameters unsharded."""
         block = self.layers[i]
         with annotate(f"layer {i} forward"):
             with self.sharding.unsharded(block):
                 outputs = self.call_block(block, x_BSD, context)
-            x_BSD, stats = self.sharding.reopen(block, outputs)
-        return annotate_backward(x_BSD, f"layer {i} backward"), stats
+            x_BSD, stats, selection = self.sharding.reopen(block, outputs)
+        return annotate_backward(x_BSD, f"layer {i} backward"), stats, selection
 
     def head(self, x_BSD: Stream, rows: Rows) -> torch.Tensor:
         """Return [B, S, D], the input of ``vocabulary`` with :attr:`head_weight`.
@@ -493,6 +520,17 @@ class Transformer(nn.Module):
     def routing(self, layer_stats: Sequence[RouterStats]) -> RoutingStats | None:
         """Stack the statistics of all MoE layers; None: the model has none."""
         return RoutingStats.of_layers(layer_stats, self.arch.num_experts_per_token)
+
+
+def _seen(
+    positions_BS: torch.Tensor | None, shape: tuple[int, int], device: torch.device
+) -> torch.Tensor:
+    """Return ``Context.seen_BS2`` of rows of ``shape``; ``positions_BS`` as in :class:`Inputs`."""
+    last_BS = torch.arange(shape[1], device=device).expand(shape)
+    if positions_BS is None:
+        return torch.stack((torch.zeros_like(last_BS), last_BS), dim=-1)
+    first_BS = last_BS.where(positions_BS == 0, 0).cummax(1).values
+    return torch.stack((first_BS, last_BS), dim=-1)
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:

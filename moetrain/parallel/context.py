@@ -127,6 +127,10 @@ class _Parts(TokenParts):
     def _own(self, context: Context, shape: tuple[int, int], window: int | None) -> Context:
         cos, sin = (self.part_of_rows(x.expand(shape[0], *x.shape[1:])) for x in context.rotation)
         is_pad = None if context.is_pad_BS is None else self.part_of_rows(context.is_pad_BS)
+        seen_BS2 = context.seen_BS2
+        if seen_BS2 is not None:  # indices among all tokens, from here on
+            begins_B = torch.arange(shape[0], device=seen_BS2.device) * shape[1]
+            seen_BS2 = self.part_of_rows(seen_BS2 + begins_B[:, None, None])
         masks, tokens = (), shape[0] * shape[1]
         if (pieces := self.pieces) > 1:
             n = tokens // (pieces * self.ranks)
@@ -146,6 +150,7 @@ class _Parts(TokenParts):
             query_scale=query_scale,
             whole=shape,
             parts=masks,
+            seen_BS2=seen_BS2,
         )
 
     def part_of_rows(self, x_BS: torch.Tensor) -> torch.Tensor:

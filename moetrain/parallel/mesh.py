@@ -180,6 +180,11 @@ class ParallelDims:
                     problem = f"{where} the {bad[0]} of a layer with a recurrent state"
                     raise ConfigError("parallel.cp", f"{problem}; let cp x tp divide it")
                 continue
+            if part.selects_keys:
+                problem = (
+                    f"{self.cp} in a world of {self.world_size}: layers of {arch.family} select "
+                    "keys, and ulysses does not exchange these; set parallel.cp_method all_gather"
+                )
             heads, groups = getattr(part, "num_heads", 1), getattr(part, "num_kv_heads", 0)
             groups = groups or heads  # none: each head has keys of its own
             if heads % ranks or (groups % ranks and ranks % groups):

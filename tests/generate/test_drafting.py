@@ -173,7 +173,7 @@ def drafts_by_hand(model, text, number):
         embedded_BSD = model.embed(tokens_BS[:, 1:], model.vocabulary)
         block = model.arch.num_layers
         pair_BSP = torch.cat((embedded_BSD, hidden_BSD), -1)
-        new_BSD, _ = model.through(block, pair_BSP, rows.contexts[model.kinds[block]])
+        new_BSD, _, _ = model.through(block, pair_BSP, rows.contexts[model.kinds[block]])
         hidden_BSD = torch.cat((hidden_BSD, new_BSD[:, -1:]), 1)
         logits_V = model.vocabulary.logits(new_BSD[:, -1:], model.head_weight)[0, 0, :257]
         found.append(int(logits_V.argmax()))

@@ -288,6 +288,17 @@ LFM2 = {
     "num_experts_per_tok": 2,
     "tie_word_embeddings": False,
 }
+SPARSE = {
+    **LATENT,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "index_topk": 4,
+    # With many heads, few scores are exactly zero. Transformers may take any of equal scores.
+    "index_n_heads": 12,
+    "index_head_dim": 10,
+}
+SHARED = ["full", "shared", "shared"]
 # The key names the family and the oddity of this case.
 CASES = {
     "glm4_moe": {**GLM, "use_qk_norm": True, "attention_bias": True},
@@ -875,6 +886,37 @@ CASES = {
         "num_local_experts": 37,
         "num_experts_per_tok": 8,
     },
+    "deepseek_v32": SPARSE,
+    "deepseek_v32 groups": {**SPARSE, "n_group": 3, "topk_group": 2},
+    "deepseek_v32 stretched": {**SPARSE, "rope_parameters": STRETCHED},
+    "deepseek_v32 one key": {**SPARSE, "index_topk": 1},
+    "deepseek_v32 every key": {**SPARSE, "index_topk": 40},
+    "deepseek_v32 all but one": {**SPARSE, "index_topk": 22},
+    "deepseek_v32 all of it rotates": {**SPARSE, "index_head_dim": 6},
+    "deepseek_v32 biases": {**SPARSE, "attention_bias": True},
+    "deepseek_v32 tied": {**SPARSE, "tie_word_embeddings": True},
+    "deepseek_v32 no dense layer": {**SPARSE, "mlp_layer_types": ["sparse"] * 3},
+    "deepseek_v32 two shared experts": {**SPARSE, "n_shared_experts": 2},
+    "deepseek_v32 not normalised": {**SPARSE, "norm_topk_prob": False},
+    "deepseek_v32 many experts": {**SPARSE, "n_routed_experts": 37, "num_experts_per_tok": 8},
+    "glm_moe_dsa": {**SPARSE, "indexer_types": ["full", "shared", "full"]},
+    "glm_moe_dsa every layer": SPARSE,
+    "glm_moe_dsa one indexer": {**SPARSE, "indexer_types": SHARED},
+    "glm_moe_dsa by number": {
+        **SPARSE,
+        "num_hidden_layers": 7,
+        "index_topk_freq": 2,
+        "index_skip_topk_offset": 3,
+    },
+    "glm_moe_dsa by letters": {**SPARSE, "index_topk_pattern": "FFS"},
+    "glm_moe_dsa one key": {**SPARSE, "index_topk": 1, "indexer_types": SHARED},
+    "glm_moe_dsa every key": {**SPARSE, "index_topk": 40, "indexer_types": SHARED},
+    "glm_moe_dsa groups": {**SPARSE, "n_group": 3, "topk_group": 2},
+    "glm_moe_dsa stretched": {**SPARSE, "rope_parameters": STRETCHED},
+    "glm_moe_dsa biases": {**SPARSE, "attention_bias": True},
+    "glm_moe_dsa tied": {**SPARSE, "tie_word_embeddings": True, "indexer_types": SHARED},
+    "glm_moe_dsa no dense layer": {**SPARSE, "mlp_layer_types": ["sparse"] * 3},
+    "glm_moe_dsa many experts": {**SPARSE, "n_routed_experts": 37, "num_experts_per_tok": 8},
 }
 FAMILY_CASES = [case for case in CASES if " " not in case]
 """One case of each family."""
@@ -906,6 +948,8 @@ EXTRA = {
     "exaone_moe": "mtp.fc.weight",
     "step3p5": "model.layers.{}.eh_proj.weight",
     "mimo_v2_flash": "model.mtp.layers.0.eh_proj.weight",
+    "deepseek_v32": "model.layers.{}.eh_proj.weight",
+    "glm_moe_dsa": "model.layers.{}.eh_proj.weight",
 }
 """Tensors of MTP blocks, under their names in each family's files."""
 AROUND_ONE = ("norm.weight", "layer_scalar", "scale")

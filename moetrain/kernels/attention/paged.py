@@ -16,6 +16,8 @@ from torch.nn import functional as F
 from moetrain.kernels.attention.batch_invariant import step_attention, store_in_pages
 from moetrain.kernels.attention.sinks import dense_attention_with_sinks
 
+_GATHERED = 2**28
+"""About how many elements of selected keys and values are gathered at once."""
 _Cache = tuple[torch.Tensor, torch.Tensor]
 """Keys [P, Z, G, d] and values [P, Z, G, v] of all pages."""
 
@@ -36,6 +38,9 @@ class PagedRows(NamedTuple):
     arrived: torch.Tensor | None = None
     """Counters for :func:`~moetrain.kernels.attention.batch_invariant.paged_attention` if keys and
     values are in their slots already; None: they are still to be stored."""
+    selected_TK: torch.Tensor | None = None
+    """int32: the keys to which each token attends, counted in its sequence; -1: none. None: it
+    attends to all keys of its sequence so far."""
 
 
 def attend_over_pages(
@@ -63,6 +68,10 @@ def attend_over_pages(
         arrived = rows.arrived
         if arrived is None:
             arrived = store_in_pages(keys_PZGd, values_PZGv, k_TGd, v_TGv, rows.slots_T)
+        if rows.selected_TK is not None:
+            assert window is None  # no family has windows or sinks beside a selection
+            assert sinks_H is None
+            return _attend_to_selected(q_THd, cache, rows, rows.selected_TK, scale)
         return step_attention(
             q_THd,
             keys_PZGd,
@@ -81,6 +90,44 @@ def attend_over_pages(
     for pages, x_TGd in zip(cache, (k_TGd, v_TGv), strict=True):
         pages.flatten(0, 1)[slots_T] = x_TGd[is_stored_T]
     return _attend_by_lengths(q_THd, cache, rows, window, scale, sinks_H)
+
+
+def _attend_to_selected(
+    q_THd: torch.Tensor,
+    cache: _Cache,
+    rows: PagedRows,
+    selected_TK: torch.Tensor,
+    scale: float | None,
+) -> torch.Tensor:
+    """Attend each token to its selected keys, which are gathered for some tokens at a time.
+
+    No shape depends on values, so a CUDA graph can contain it.
+    """
+    keys_PZGd, values_PZGv = cache
+    size, (tokens, topk) = keys_PZGd.shape[1], selected_TK.shape
+    index_T = torch.arange(tokens, device=q_THd.device)
+    sequence_T = torch.searchsorted(rows.ends_N[1:].long(), index_T, right=True)
+    width = topk * (keys_PZGd[0, 0].numel() + values_PZGv[0, 0].numel())
+    block, out = max(1, _GATHERED // width), []
+    for start in range(0, tokens, block):
+        own = slice(start, start + block)
+        places_tK = selected_TK[own].long().clamp(min=0)
+        pages_tK = rows.pages_NM[sequence_T[own]].long().gather(1, places_tK // size)
+        slots_tK = pages_tK.clamp(min=0) * size + places_tK % size
+        k_tHKd, v_tHKv = (x.flatten(0, 1)[slots_tK].transpose(1, 2) for x in cache)
+        mask_t11K = (selected_TK[own] >= 0)[:, None, None]
+        # A slot of a step may hold no sequence. Then it selects no key, and its result is not read.
+        mask_t11K = mask_t11K | ~mask_t11K.any(-1, keepdim=True)
+        out_tH1v = F.scaled_dot_product_attention(
+            q_THd[own, :, None],
+            k_tHKd,
+            v_tHKv,
+            attn_mask=mask_t11K,
+            scale=scale,
+            enable_gqa=q_THd.shape[1] != k_tHKd.shape[1],
+        )
+        out.append(out_tH1v[:, :, 0])
+    return torch.cat(out)
 
 
 def _attend_by_lengths(
@@ -107,6 +154,12 @@ def _attend_by_lengths(
         visible_QL = distance_QL >= 0
         if window is not None:
             visible_QL &= distance_QL < window
+        if rows.selected_TK is not None:
+            selected_NQK = rows.selected_TK[at_NQ]
+            visible_NQL = visible_QL.new_zeros(*at_NQ.shape, length + 1)
+            places_NQK = selected_NQK.long().where(selected_NQK >= 0, length)
+            visible_NQL.scatter_(-1, places_NQK, True)
+            visible_QL = visible_QL & visible_NQL[:, None, :, :length]
         q, k, v = (x.transpose(1, 2) for x in (q_THd[at_NQ], *past))
         if sinks_H is not None:
             out_NHQv = dense_attention_with_sinks(q, k, v, visible_QL, sinks_H, scale)

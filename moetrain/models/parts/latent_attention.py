@@ -18,7 +18,7 @@ r rotating width, c width of the latent.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -73,8 +73,8 @@ class LatentAttention(AttentionPart):
             problem = f"qk_rope_head_dim {self.qk_rope_head_dim} is odd"
             raise ValueError(f"{problem}; rotary embeddings need pairs")
 
-    def build(self, kernels: KernelsSection, moe: MoeSection) -> "_MultiHeadLatent":
-        return _MultiHeadLatent(self, kernels)
+    def build(self, kernels: KernelsSection, moe: MoeSection) -> "MultiHeadLatent":
+        return MultiHeadLatent(self, kernels)
 
     @property
     def widest_head(self) -> int:
@@ -172,7 +172,18 @@ class LatentAttention(AttentionPart):
         }
 
 
-class _MultiHeadLatent(CoreAttention):
+class Expanded(NamedTuple):
+    """Queries, keys and values. Under context parallelism, keys and values may be those of all
+    tokens, and queries are those of this device's tokens."""
+
+    q_BSHd: torch.Tensor
+    k_BSHd: torch.Tensor
+    v_BSHv: torch.Tensor
+    query_latent_BSc: torch.Tensor | None
+    """The queries' latent after its norm; None: there is none."""
+
+
+class MultiHeadLatent(CoreAttention):
     """The module of :class:`LatentAttention`.
 
     ``gather_latents`` is a plain attribute, which context parallelism sets if this device has a
@@ -207,10 +218,18 @@ class _MultiHeadLatent(CoreAttention):
 
     def forward(self, x_BSD: torch.Tensor, context: Context) -> torch.Tensor:
         """Mix tokens; returns [B, S, D] in ``x_BSD``'s dtype."""
+        expanded = self.expand(x_BSD, context)
+        y_BSHv = self.core(expanded.q_BSHd, expanded.k_BSHd, expanded.v_BSHv, context, self.scale)
+        return self.wo(y_BSHv.flatten(-2))
+
+    def expand(self, x_BSD: torch.Tensor, context: Context) -> Expanded:
+        """Return rotated queries and keys, and values, of this device's heads."""
         first = self.wq if self.wq_b is None else self.wq_a
         q, latents = linears(x_BSD, (first, self.wkv_a))
+        query_latent_BSc = None
         if self.wq_b is not None:
-            q = self.wq_b(self.q_a_norm(q))
+            query_latent_BSc = self.q_a_norm(q)
+            q = self.wq_b(query_latent_BSc)
         latent_BSc, rotating_BSr = latents.split((self.latent, self.rope), dim=-1)
         latent_BSc = self.kv_a_norm(latent_BSc)
         rotated_BSr = self._rotated(rotating_BSr[:, :, None], context)[:, :, 0]
@@ -227,8 +246,7 @@ class _MultiHeadLatent(CoreAttention):
         k_nope, v_BSHv = kv_BSHn.split((self.nope, self.v_width), dim=-1)
         k_rotated = rotated_BSr[:, :, None].expand(*k_nope.shape[:-1], -1)
         k_BSHd = torch.cat((k_nope, k_rotated), dim=-1)
-        y_BSHv = self.core(q_BSHd, k_BSHd, v_BSHv.contiguous(), context, self.scale)
-        return self.wo(y_BSHv.flatten(-2))
+        return Expanded(q_BSHd, k_BSHd, v_BSHv.contiguous(), query_latent_BSc)
 
     def _rotated(self, x_BSHr: torch.Tensor, context: Context) -> torch.Tensor:
         """Rotate heads by the tokens' positions."""

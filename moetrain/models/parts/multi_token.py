@@ -191,7 +191,7 @@ def run_multi_token(
         context = rows.contexts[model.kinds[block]]._replace(is_pad_BS=rows.own(is_away_BS))
         embedded_BSD = model.embed(tokens_BS.roll(-depth, 1), model.vocabulary).to(x_BSD.dtype)
         pair_BSP = torch.cat((embedded_BSD, hidden_BSD), dim=-1)
-        hidden_BSD, own = model.through(block, pair_BSP, context)
+        hidden_BSD, own, _ = model.through(block, pair_BSP, context)
         found.append(hidden_BSD.view(rows.batch, rows.seq_len, x_BSD.shape[-1]))
         stats += [] if own is None else [own]
     return found, stats

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from moetrain.config import Config, ConfigError
-from moetrain.models.architecture import Architecture, Workload
+from moetrain.models.architecture import Architecture, AttentionPart, Workload
 from moetrain.models.rules import Rule
 from moetrain.models.transformer import Transformer, compute_dtype, plan_model
 from moetrain.parallel.mesh import Meshes, ParallelDims, Sliceable, TensorSlice
@@ -77,6 +77,23 @@ class StagePlan:
             )
         ends = accumulate(sizes)
         self.ranges = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+        self._check_starts()
+
+    def _check_starts(self) -> None:
+        """Raise ConfigError if a stage begins with a block that needs an earlier block's keys."""
+        following = {
+            i
+            for i, parts in enumerate(self.arch.layers())
+            for part in parts
+            if isinstance(part, AttentionPart) and part.follows_selection
+        }
+        if odd := [blocks.start for blocks in self.ranges if blocks.start in following]:
+            fits = [i for i in range(self.arch.num_layers) if i not in following]
+            wrong = f"begin with block {odd[0]}, which attends to keys that an earlier one selects"
+            remedy = f"let stages begin with some of the blocks {','.join(map(str, fits))}"
+            sizes = ",".join(str(len(blocks)) for blocks in self.ranges)
+            problem = f"stages of {sizes} blocks {wrong}"
+            raise ConfigError("parallel.pp_split", f"{problem}; {remedy}, or use fewer stages")
 
     def stages_of(self, rank: int) -> list[int]:
         """Return the stages of pipeline rank ``rank``, in the order of the model."""

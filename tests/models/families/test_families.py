@@ -50,6 +50,7 @@ from moetrain.models.parts.gemma_layers import GemmaExperts
 from moetrain.models.parts.latent_attention import LatentAttention
 from moetrain.models.parts.mamba import Mamba2
 from moetrain.models.parts.short_convolution import ShortConvolution
+from moetrain.models.parts.sparse_attention import SparseLatentAttention
 from moetrain.models.parts.squared_relu import SquaredReLU, SquaredReLUExperts
 from moetrain.models.transformer import Inputs, Transformer, compile_blocks, plan_model
 from moetrain.train.checks import check_model, check_widths
@@ -437,12 +438,16 @@ def formulas(case, tmp_path):
     )
     experts = 2 * stacked * arch.num_experts_per_token * seq_len
     mixers = [part for part in parts if isinstance(part, (GroupedQueryAttention, LatentAttention))]
-    kept = [min(part.window or seq_len, seq_len) for part in mixers]
+    sparse = [part for part in mixers if isinstance(part, SparseLatentAttention)]
+    most = [part.index_topk if part in sparse else part.window for part in mixers]
+    kept = [min(n or seq_len, seq_len) for n in most]
     widths = [
         part.num_heads * (part.head_dim + getattr(part, "v_head_dim", part.head_dim))
         for part in mixers
     ]
     keys = sum(n * (1 - n / (2 * seq_len)) * width for n, width in zip(kept, widths, strict=True))
+    scored = [part for part in sparse if part.has_indexer and part.index_topk < seq_len]
+    keys += sum(part.index_num_heads * (part.index_head_dim + 1) for part in scored) * seq_len / 2
     pairs = 2 * keys
     states = sum(
         6 * part.widths[1] * part.linear_key_head_dim
@@ -477,6 +482,9 @@ def test_every_family(case, check, tmp_path):
         "afmoe-formulas",
         "afmoe-gradients",
         "afmoe-packing",
+        "deepseek_v32-formulas",
+        "deepseek_v32-gradients",
+        "deepseek_v32-packing",
         "dots1-files",
         "dots1-formulas",
         "dots1-generation",
@@ -498,6 +506,9 @@ def test_every_family(case, check, tmp_path):
         "glm4_moe-gradients",
         "glm4_moe-packing",
         "glm4_moe_lite-gradients",
+        "glm_moe_dsa-formulas",
+        "glm_moe_dsa-gradients",
+        "glm_moe_dsa-packing",
         "gpt_oss-files",
         "gpt_oss-formulas",
         "gpt_oss-generation",
@@ -593,6 +604,10 @@ def test_every_family(case, check, tmp_path):
         "granitemoeshared-files",
         "granitemoeshared-generation",
         "hunyuan_v1_moe-generation",
+        "deepseek_v32-files",
+        "deepseek_v32-generation",
+        "glm_moe_dsa-files",
+        "glm_moe_dsa-generation",
         "laguna-files",
         "laguna-generation",
         "lfm2_moe-files",
@@ -953,6 +968,9 @@ PUBLISHED = {
     "granite-4.0-h-tiny": 6.94,
     "lfm2-8b-a1b": 8.34,
     "lfm2-24b-a2b": 23.84,
+    "deepseek-v3.2": 671.9,  # without the MTP block, like the next two
+    "glm-5": 743.9,
+    "glm-5.2": 743.4,
 }
 
 
@@ -1150,6 +1168,46 @@ PUBLISHED_KEYS = {
         "routed_scaling_factor": None,
         "add_swa_attention_sink_bias": True,
         "max_position_embeddings": 262_144,
+    },
+    "deepseek-v3.2": {
+        "ep_size": 1,
+        "first_k_dense_replace": 3,
+        "index_head_dim": 128,
+        "index_n_heads": 64,
+        "index_topk": 2048,
+        "max_position_embeddings": 163_840,
+        "moe_layer_freq": 1,
+        "n_group": 8,
+        "num_nextn_predict_layers": 1,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "rope_theta": 10000,
+        "scoring_func": "sigmoid",
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+    },
+    "glm-5.2": {
+        "first_k_dense_replace": 3,
+        "head_dim": 64,
+        "index_head_dim": 128,
+        "index_n_heads": 32,
+        "index_topk": 2048,
+        "index_topk_freq": 4,
+        "index_skip_topk_offset": 3,
+        "indexer_rope_interleave": True,
+        "max_position_embeddings": 1_048_576,
+        "num_nextn_predict_layers": 1,
+        "rope_interleave": True,
+        "rope_parameters": {"rope_theta": 8_000_000, "rope_type": "default"},
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
     },
 }
 """Keys of published files, from memory."""
@@ -1374,6 +1432,55 @@ def test_fewer_or_more_layers_of_a_preset():
             "partial_rotary_factor 0.25 of head_dim 12 is 3, which is not an even number",
         ),
         ("mimo_v2_flash", {"rope_scaling": YARN}, "rope_scaling {.* is not supported, only None"),
+        (
+            "deepseek_v32",
+            {"rope_interleave": False},
+            "rope_interleave False is not supported",
+        ),
+        (
+            "deepseek_v32",
+            {"indexer_rope_interleave": True},
+            "indexer_rope_interleave True is not",
+        ),
+        ("deepseek_v32", {"scoring_func": "softmax"}, "'softmax' is not supported, only 'sigmoid"),
+        (
+            "deepseek_v32",
+            {"layer_types": ["full_attention"] * 3},
+            "layer_types full_attention are not supported, only indexed_attention; use",
+        ),
+        ("deepseek_v32", {"q_lora_rank": None}, "q_lora_rank"),
+        ("deepseek_v32", {"index_topk": 0}, "index_topk"),
+        ("deepseek_v32", {"index_head_dim": 4}, "index_head_dim 4 is less than qk_rope_head_dim 6"),
+        (
+            "glm_moe_dsa",
+            {"indexer_rope_interleave": False},
+            "False is not supported, only True; use",
+        ),
+        (
+            "glm_moe_dsa",
+            {"indexer_types": ["shared", "full", "full"]},
+            "indexer_types begin with 'shared', but layer 0 has no layer before it; give it 'full'",
+        ),
+        (
+            "glm_moe_dsa",
+            {"indexer_types": ["full"] * 2},
+            "indexer_types describe 2 layers, but num_hidden_layers is 3; give one for each",
+        ),
+        (
+            "glm_moe_dsa",
+            {"indexer_types": ["full", "none", "full"]},
+            "indexer_types is .*, expected 'full' or 'shared' for each layer; use",
+        ),
+        (
+            "glm_moe_dsa",
+            {"indexer_types": None, "index_topk_pattern": "FXS"},
+            "index_topk_pattern is .*, expected 'full' or 'shared' for each layer; use",
+        ),
+        (
+            "glm_moe_dsa",
+            {"indexer_types": None, "index_topk_freq": "4"},
+            "index_topk_freq is '4', expected a whole number",
+        ),
         ("step3p5", {"mlp_bias": True}, "mlp_bias True is not supported, only False; use"),
         ("step3p5", {"moe_router_activation": "softmax"}, "'softmax' is not supported, only 'sig"),
         ("step3p5", {"share_expert_dim": 0}, "share_expert_dim is 0, expected 1 or more"),

@@ -1,0 +1,245 @@
+"""The lightning indexer of DeepSeek sparse attention (DeepSeek-V3.2, section 2.1): it selects keys.
+
+    iq = rope(W_q c) of each index head      ik = rope(LayerNorm(W_k x)), one for all heads
+    score[t, s] = sum over heads h of  w[t, h] relu(iq[t, h] . ik[s] / sqrt(d)) / sqrt(h)
+    w = W_w x, all in fp32
+
+Here x is the token and c the latent of attention's queries. Of an index head the first elements
+rotate. A token attends to the K keys with the largest scores among those that it may see. Keys with
+equal scores are taken in the order of their places, since ``relu`` makes many scores exactly zero.
+
+Worked example with K = 2: of the scores ``[0, 0.5, 0, -1]`` keys 1 and 0 are selected, and key 2,
+whose score equals that of key 0, is not.
+
+Training selects among the keys of a row, and generation among those in a sequence's pages; both
+call :func:`select_keys`. The selection is one op without a gradient. Selective recomputation keeps
+its result, so that the backward attends to the same keys.
+
+Left out on purpose: a kernel. Scores of a block of queries are computed at a time, in plain torch.
+
+Legend: B batch, S queries of a row, L keys of a row, D model width, h index heads, d their width,
+c width of the queries' latent, K selected keys, T tokens of a step, P pages, Z tokens of a page.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from moetrain.config import KernelsSection
+from moetrain.kernels import small_m
+from moetrain.kernels.attention.paged import PagedRows
+from moetrain.kernels.norm.rotary import rotary
+from moetrain.models.generation import TokenCache
+from moetrain.models.layers import Context, KernelModule
+from moetrain.runtime.backend import worth_saving
+
+_EPS = 1e-6
+"""Epsilon of the keys' norm."""
+_BLOCK_SCORES = 2**27
+"""About how many scores of single heads exist at once."""
+
+
+@dataclass(frozen=True)
+class IndexerSizes:
+    """The sizes of an :class:`Indexer`."""
+
+    hidden_size: int
+    latent: int
+    """c"""
+    num_heads: int
+    head_dim: int
+    topk: int
+    """K"""
+    interleaved: bool
+    """True: neighbouring elements rotate together, instead of those half the rotating width
+    apart."""
+
+
+class Projection(KernelModule):
+    """Computes ``x @ weight^T``. Unlike a ``Linear`` it never has adapters, nor fp8 products."""
+
+    def __init__(self, in_dim: int, out_dim: int, kernels: KernelsSection) -> None:
+        super().__init__()
+        self.use_kernels(kernels)
+        self.weight = nn.Parameter(torch.empty(out_dim, in_dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        product = small_m.invariant_linear if self.batch_invariant else F.linear
+        y = product(x.flatten(0, -2), self.weight.to(x.dtype), None)
+        return y.unflatten(0, x.shape[:-1])
+
+
+class _KeyNorm(nn.Module):
+    """Computes LayerNorm over the last dim."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim))
+        self.bias = nn.Parameter(torch.empty(dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = (one.to(x.dtype) for one in (self.weight, self.bias))
+        return F.layer_norm(x, x.shape[-1:], weight, bias, _EPS)
+
+
+@dataclass(frozen=True)
+class Indexed:
+    """What the indexer computes of each token; keys may be those of more tokens than queries."""
+
+    q_BShd: torch.Tensor
+    k_BLd: torch.Tensor
+    w_BSh: torch.Tensor
+    """The heads' weights, at least fp32."""
+
+
+class Indexer(KernelModule):
+    """Scores keys for the queries of all heads of attention."""
+
+    def __init__(self, sizes: IndexerSizes, kernels: KernelsSection) -> None:
+        super().__init__()
+        self.use_kernels(kernels)
+        self.sizes = sizes
+        dim, width = sizes.hidden_size, sizes.head_dim
+        self.wq_b = Projection(sizes.latent, sizes.num_heads * width, kernels)
+        self.wk = Projection(dim, width, kernels)
+        self.k_norm = _KeyNorm(width)
+        self.weights_proj = Projection(dim, sizes.num_heads, kernels)
+        self.cache: TokenCache | None = None
+        """The keys of generation; None: this module trains."""
+
+    def forward(
+        self, x_BSD: torch.Tensor, query_latent_BSc: torch.Tensor, context: Context
+    ) -> Indexed:
+        """Compute queries, keys and weights of the tokens."""
+        sizes = self.sizes
+        q_BShd = self.wq_b(query_latent_BSc).unflatten(-1, (-1, sizes.head_dim))
+        k_BS1d = self.k_norm(self.wk(x_BSD))[:, :, None]
+        q_BShd, k_BS1d = (self._rotated(x, context) for x in (q_BShd, k_BS1d))
+        wide = torch.promote_types(x_BSD.dtype, torch.float32)
+        w_BSh = self.weights_proj(x_BSD.to(wide)) * sizes.num_heads**-0.5
+        return Indexed(q_BShd, k_BS1d[:, :, 0], w_BSh)
+
+    def _rotated(self, x_BSHd: torch.Tensor, context: Context) -> torch.Tensor:
+        cos_Sp, sin_Sp = (angles.flatten(0, 2) for angles in context.rotation)
+        y_THd = rotary(
+            x_BSHd.flatten(0, 1),
+            cos_Sp,
+            sin_Sp,
+            backend=self.backend,
+            interleaved=self.sizes.interleaved,
+            fusible=not self.batch_invariant,
+        )
+        return y_THd.unflatten(0, x_BSHd.shape[:2])
+
+
+def index_scores(q_BShd: torch.Tensor, k_BLd: torch.Tensor, w_BSh: torch.Tensor) -> torch.Tensor:
+    """Return the scores of all keys, [B, S, L], in the dtype of the weights."""
+    wide = w_BSh.dtype
+    q_BRd = q_BShd.to(wide).flatten(1, 2)
+    products_BRL = (q_BRd @ k_BLd.to(wide).mT) * q_BShd.shape[-1] ** -0.5
+    products_BShL = products_BRL.relu().unflatten(1, q_BShd.shape[1:3])
+    return (w_BSh[..., None, :] @ products_BShL)[..., 0, :]
+
+
+def visible_keys(seen_BS2: torch.Tensor, num_keys: int) -> torch.Tensor:
+    """Return bool [B, S, L]: the keys that each token may see, by ``Context.seen_BS2``."""
+    index_L = torch.arange(num_keys, device=seen_BS2.device)
+    first_BS1, last_BS1 = seen_BS2.split(1, dim=-1)
+    return (index_L >= first_BS1) & (index_L <= last_BS1)
+
+
+def select_keys(indexed: Indexed, seen_BS2: torch.Tensor, topk: int) -> torch.Tensor:
+    """Select ``topk`` keys for each token: int32 [B, S, K], the highest score first; -1: none.
+
+    A token that may see fewer keys than ``topk`` selects all of them.
+
+    Args:
+        seen_BS2: the first and the last key that each token may see.
+    """
+    return _select(indexed.q_BShd, indexed.k_BLd, indexed.w_BSh, seen_BS2, topk)
+
+
+@torch.library.custom_op("moetrain::select_keys", mutates_args=())
+def _select(
+    q_BShd: torch.Tensor,
+    k_BLd: torch.Tensor,
+    w_BSh: torch.Tensor,
+    seen_BS2: torch.Tensor,
+    topk: int,
+) -> torch.Tensor:
+    B, S, h, _ = q_BShd.shape
+    L = k_BLd.shape[1]
+    out_BSK = q_BShd.new_empty(B, S, topk, dtype=torch.int32)
+    block = max(1, _BLOCK_SCORES // max(1, B * h * L))
+    for start in range(0, S, block):
+        own = slice(start, start + block)
+        scores_BSL = index_scores(q_BShd[:, own], k_BLd, w_BSh[:, own])
+        scores_BSL = scores_BSL.masked_fill(~visible_keys(seen_BS2[:, own], L), -torch.inf)
+        # Torch's topk may take any of equal scores. A stable sort keeps their order.
+        found = scores_BSL.sort(dim=-1, descending=True, stable=True)
+        is_hidden_BSK = found.values[..., :topk] == -torch.inf
+        out_BSK[:, own] = found.indices[..., :topk].masked_fill(is_hidden_BSK, -1).int()
+    return out_BSK
+
+
+@_select.register_fake
+def _(
+    q_BShd: torch.Tensor,
+    k_BLd: torch.Tensor,
+    w_BSh: torch.Tensor,
+    seen_BS2: torch.Tensor,
+    topk: int,
+) -> torch.Tensor:
+    return q_BShd.new_empty(*q_BShd.shape[:2], topk, dtype=torch.int32)
+
+
+worth_saving("routing", torch.ops.moetrain.select_keys.default)
+
+
+def select_in_pages(
+    indexed: Indexed, keys_PZd: torch.Tensor, rows: PagedRows, topk: int
+) -> torch.Tensor | None:
+    """Select ``topk`` keys for each token of a step: int32 [1, T, K], counted in its sequence.
+
+    The arguments are as those of :func:`select_keys`. None: no sequence has more than ``topk``
+    tokens, so all keys are selected.
+
+    Args:
+        indexed: the tokens of the step, as one row.
+        keys_PZd: the keys in pages, those of the step among them.
+    """
+    device = keys_PZd.device
+    longest = rows.pages_NM.shape[1] * keys_PZd.shape[1]
+    if device.type == "cpu":  # on a GPU the host would wait for the lengths
+        longest = int((rows.seen_N + rows.ends_N.diff()).max())
+    if longest <= topk:
+        return None
+    # 1. Find each token's sequence and its place in it.
+    index_T = torch.arange(indexed.q_BShd.shape[1], device=device)
+    sequence_T = torch.searchsorted(rows.ends_N[1:].long(), index_T, right=True)
+    place_T = rows.seen_N[sequence_T] + index_T - rows.ends_N[sequence_T]
+    seen_T2 = torch.stack((torch.zeros_like(place_T), place_T), dim=-1)
+    # 2. Gather the keys of some tokens' sequences, and select among them.
+    num_pages = -(-longest // keys_PZd.shape[1])
+    width = num_pages * keys_PZd[0].numel()
+    block = max(1, _BLOCK_SCORES // width)
+    found: list[torch.Tensor] = []
+    for start in range(0, len(index_T), block):
+        own = slice(start, start + block)
+        pages_tM = rows.pages_NM[sequence_T[own], :num_pages].long().clamp(min=0)
+        some = Indexed(
+            q_BShd=indexed.q_BShd[0, own, None],
+            k_BLd=keys_PZd[pages_tM].flatten(1, 2),
+            w_BSh=indexed.w_BSh[0, own, None],
+        )
+        found.append(select_keys(some, seen_T2[own, None], topk)[:, 0])
+    return torch.cat(found)[None]
+
+
+def as_mask(keys_BSK: torch.Tensor, num_keys: int) -> torch.Tensor:
+    """Return bool [B, S, L]: True for the selected keys."""
+    mask_BSL = keys_BSK.new_zeros(*keys_BSK.shape[:2], num_keys + 1, dtype=torch.bool)
+    places_BSK = keys_BSK.long().where(keys_BSK >= 0, num_keys)  # the last column is dropped
+    return mask_BSL.scatter(-1, places_BSK, True)[..., :num_keys]

@@ -1,0 +1,206 @@
+"""DeepSeek sparse attention (DeepSeek-V3.2, section 2.1): latent attention over selected keys.
+
+A layer's indexer (:mod:`moetrain.models.parts.indexer`) selects ``index_topk`` keys for each token,
+and latent attention is a softmax over these alone. A layer without an indexer attends to the keys
+that the last layer with one has selected (arXiv 2603.12201). In rows of at most ``index_topk``
+tokens attention has all keys, and its bits are those of
+:class:`~moetrain.models.parts.latent_attention.LatentAttention`.
+
+The selection has no gradient, so a language model's loss does not train the indexer.
+
+Left out on purpose: a sparse kernel. Attention computes all scores, and masks those that are not
+selected: it is exact, and no faster than dense attention.
+
+Legend: B batch, S sequence of this device's tokens, L keys, K selected keys, D model width, H
+heads, d width of a query and a key, v of a value.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+
+from moetrain.config import KernelsSection, MoeSection
+from moetrain.kernels.attention.attention import AttentionMask
+from moetrain.kernels.attention.paged import PagedRows
+from moetrain.models.architecture import Weight, Workload, linear
+from moetrain.models.generation import Caches, LayerCache, SeveralCaches
+from moetrain.models.layers import Context, Selection
+from moetrain.models.parts.indexer import (
+    Indexer,
+    IndexerSizes,
+    as_mask,
+    select_in_pages,
+    select_keys,
+)
+from moetrain.models.parts.latent_attention import LatentAttention, MultiHeadLatent
+from moetrain.models.rules import Rule
+
+_INDEXER = Rule("replicate", decay=False, has_own_loss=True)
+_NORM = replace(_INDEXER, init="ones")
+_IN_FP32 = replace(_INDEXER, gather=torch.float32)
+_BIAS = replace(_INDEXER, init="zeros")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseLatentAttention(LatentAttention):
+    """Describes latent attention over the keys that an indexer selects."""
+
+    selects_keys: ClassVar[bool] = True
+
+    index_topk: int
+    index_num_heads: int
+    index_head_dim: int
+    index_rope_interleaved: bool
+    has_indexer: bool
+    """False: the layer uses the keys that an earlier layer has selected."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.q_lora_rank is None:
+            raise ValueError("q_lora_rank is null, but the indexer's queries come from that latent")
+        if self.index_head_dim < self.qk_rope_head_dim:
+            problem = f"index_head_dim {self.index_head_dim} is less than qk_rope_head_dim"
+            raise ValueError(f"{problem} {self.qk_rope_head_dim}, the part of it that rotates")
+
+    def build(self, kernels: KernelsSection, moe: MoeSection) -> "SparseLatent":
+        return SparseLatent(self, kernels)
+
+    @property
+    def follows_selection(self) -> bool:
+        return not self.has_indexer
+
+    @property
+    def indexer(self) -> IndexerSizes:
+        """The sizes of the indexer."""
+        assert self.q_lora_rank is not None  # as checked above
+        return IndexerSizes(
+            hidden_size=self.hidden_size,
+            latent=self.q_lora_rank,
+            num_heads=self.index_num_heads,
+            head_dim=self.index_head_dim,
+            topk=self.index_topk,
+            interleaved=self.index_rope_interleaved,
+        )
+
+    @property
+    def weights(self) -> Mapping[str, Weight]:
+        found = dict(super().weights)
+        if not self.has_indexer:
+            return found
+        sizes = self.indexer
+        dim, heads, width = sizes.hidden_size, sizes.num_heads, sizes.head_dim
+        found |= linear("indexer.wq_b", heads * width, sizes.latent, _INDEXER)
+        found |= linear("indexer.wk", width, dim, _INDEXER)
+        found["indexer.k_norm.weight"] = Weight((width,), _NORM)
+        found["indexer.k_norm.bias"] = Weight((width,), _BIAS)
+        return found | linear("indexer.weights_proj", heads, dim, _IN_FP32)
+
+    def products_per_token(self, seq_len: int) -> float:
+        """Count the multiply-adds of a sparse kernel: those of the selected keys alone.
+
+        The indexer scores all keys that a token may see. In rows of at most ``index_topk`` tokens
+        it does not run.
+        """
+        if seq_len <= self.index_topk:
+            return super(SparseLatentAttention, self.without_indexer).products_per_token(seq_len)
+        sparse = replace(self, window=self.index_topk)
+        found = super(SparseLatentAttention, sparse).products_per_token(seq_len)
+        scores = self.index_num_heads * (self.index_head_dim + 1) * seq_len / 2
+        return found + scores * self.has_indexer
+
+    @property
+    def without_indexer(self) -> "SparseLatentAttention":
+        """The same layer, using the keys of an earlier one."""
+        return replace(self, has_indexer=False)
+
+    def activations(self, share: Workload) -> float:
+        """Return the bytes of latent attention, and of the selected keys.
+
+        The mask over all keys of a row is not counted, since a row's length is not known here.
+        """
+        own = 4 * self.index_topk * share.tokens if self.has_indexer else 0
+        return super().activations(share) + own
+
+    def exchanged(self, share: Workload) -> dict[str, float]:
+        found = super().exchanged(share)
+        keys = self.index_head_dim if self.has_indexer else 0
+        return {**found, "all_gather": found["all_gather"] + share.received(0, keys)["all_gather"]}
+
+    def cached_elements(self, ranks: int = 1) -> int:
+        return super().cached_elements(ranks) + (self.index_head_dim if self.has_indexer else 0)
+
+
+class SparseLatent(MultiHeadLatent):
+    """The module of :class:`SparseLatentAttention`."""
+
+    def __init__(self, sizes: SparseLatentAttention, kernels: KernelsSection) -> None:
+        super().__init__(sizes, kernels)
+        self.topk = sizes.index_topk
+        self.indexer = Indexer(sizes.indexer, kernels) if sizes.has_indexer else None
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride] - it also returns the keys
+        self, x_BSD: torch.Tensor, context: Context
+    ) -> tuple[torch.Tensor, Selection | None]:
+        """Mix tokens; returns [B, S, D] in ``x_BSD``'s dtype, and the keys if it selects them."""
+        expanded = self.expand(x_BSD, context)
+        selection = None
+        keys_BSK = context.selected_BSK
+        if self.indexer is not None:
+            assert expanded.query_latent_BSc is not None  # the part has checked it
+            keys_BSK = self._select(x_BSD, expanded.query_latent_BSc, context)
+            selection = Selection(keys_BSK)
+        if keys_BSK is not None:
+            context = _limited(context, keys_BSK, expanded.k_BSHd.shape[1])
+        elif self.cache is None and self._leaves_out(context):
+            raise RuntimeError("a layer without an indexer got no keys from an earlier layer")
+        y_BSHv = self.core(expanded.q_BSHd, expanded.k_BSHd, expanded.v_BSHv, context, self.scale)
+        return self.wo(y_BSHv.flatten(-2)), selection
+
+    def for_generation(self, caches: Caches, window: int | None) -> LayerCache | None:
+        """Keep the indexer's keys beside keys and values from now on, and return all caches."""
+        attention = super().for_generation(caches, window)
+        if attention is None or self.indexer is None:
+            return attention
+        self.indexer.cache = caches.make_tokens()
+        return SeveralCaches((attention, self.indexer.cache))
+
+    def _leaves_out(self, context: Context) -> bool:
+        """Return True if the rows are long enough that some keys are left out."""
+        rotation = context.rotation[0]
+        seq_len = rotation.shape[1] if context.whole is None else context.whole[1]
+        return seq_len > self.topk
+
+    @torch.no_grad()
+    def _select(
+        self, x_BSD: torch.Tensor, query_latent_BSc: torch.Tensor, context: Context
+    ) -> torch.Tensor | None:
+        """Return the selected keys; None: all."""
+        assert self.indexer is not None  # as the caller knows
+        rows: object = context.mask
+        if isinstance(rows, PagedRows):
+            assert self.indexer.cache is not None  # for_generation has made it
+            indexed = self.indexer(x_BSD, query_latent_BSc, context)
+            keys_PZd = self.indexer.cache.store(indexed.k_BLd[0], rows.slots_T)
+            return select_in_pages(indexed, keys_PZd, rows, self.topk)
+        if not self._leaves_out(context):
+            return None
+        indexed = self.indexer(x_BSD, query_latent_BSc, context)
+        assert context.seen_BS2 is not None  # some part selects keys
+        if self.gather_latents is not None:
+            indexed = replace(indexed, k_BLd=self.gather_latents(indexed.k_BLd))
+        return select_keys(indexed, context.seen_BS2, self.topk)
+
+
+def _limited(context: Context, keys_BSK: torch.Tensor, num_keys: int) -> Context:
+    """Return the context whose masks show the selected keys alone."""
+    rows: object = context.mask
+    if isinstance(rows, PagedRows):
+        limited: Any = rows._replace(selected_TK=keys_BSK[0])
+        return context._replace(mask=limited)
+    backend = "reference" if context.mask.backend == "reference" else "sdpa"
+    mask_B1SL = as_mask(keys_BSK, num_keys)[:, None]
+    parts = mask_B1SL.chunk(max(1, len(context.parts)), dim=2)
+    masks = [AttentionMask(backend, dense_BSS=part_B1NL) for part_B1NL in parts]
+    return context._replace(mask=masks[0], parts=tuple(masks) if context.parts else ())

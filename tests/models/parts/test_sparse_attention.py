@@ -1,0 +1,383 @@
+"""DeepSeek sparse attention: which keys are selected, in training and in generation, and refusals.
+
+Logits and gradients are compared with transformers' in tests/models/families/test_families.py.
+"""
+
+from dataclasses import fields
+
+import pytest
+import torch
+
+from moetrain.config import Config, ConfigError, KernelsSection, LoraSection, MoeSection
+from moetrain.generate.engine import Generator
+from moetrain.generate.request import Request, SamplingParams
+from moetrain.models.families import FAMILIES, PRESETS
+from moetrain.models.hf.config import architecture_from_hf, exported_config
+from moetrain.models.hf.load import load_hf
+from moetrain.models.layers import Selection
+from moetrain.models.parts import sparse_attention
+from moetrain.models.parts.indexer import Indexed, as_mask, index_scores, select_keys, visible_keys
+from moetrain.models.parts.lora import adaptable, add_adapters
+from moetrain.models.transformer import Inputs, Transformer, plan_model
+from moetrain.parallel.mesh import ParallelDims
+from moetrain.parallel.pipeline.stages import StagePlan
+from tests.lib.family_cases import architecture_of, random_reference, tokens
+from tests.lib.small_models import relative_error
+
+NAMES = ("deepseek_v32", "glm_moe_dsa")
+INDEXER = {"wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight"}
+
+
+def drawn(arch, seed=0, std=0.3):
+    """Return a model of ``arch`` with random weights."""
+    model = Transformer(arch)
+    model.init_weights(std=std, seed=seed)
+    return model
+
+
+def ties(batch=2, queries=9, keys=9, heads=1):
+    """Return indexed tokens of which about half of all scores are exactly zero."""
+    draw = torch.Generator().manual_seed(3)
+
+    def whole(*shape):
+        return torch.randint(-2, 3, shape, generator=draw).float()
+
+    q_BShd, k_BLd = whole(batch, queries, heads, 4), whole(batch, keys, 4)
+    return Indexed(q_BShd=q_BShd, k_BLd=k_BLd, w_BSh=whole(batch, queries, heads))
+
+
+def rows_of(starts, size):
+    """Return ``Context.seen_BS2`` of one row whose documents begin at ``starts``."""
+    first = [max(s for s in starts if s <= i) for i in range(size)]
+    return torch.tensor([[*zip(first, range(size), strict=True)]])
+
+
+@pytest.mark.parametrize("topk", [1, 3, 8])
+@pytest.mark.parametrize("heads", [1, 2, 5])
+def test_equal_scores_are_taken_in_the_order_of_their_places(heads, topk):
+    indexed, size = ties(heads=heads), 9
+    seen_BS2 = rows_of([0, 2], size).expand(2, -1, -1)
+    got_BSK = select_keys(indexed, seen_BS2, topk)
+    num_ties = 0
+    for row in range(2):
+        for query in range(size):
+            first, last = seen_BS2[row, query].tolist()
+            scores = {}
+            for key in range(first, last + 1):
+                products = indexed.q_BShd[row, query].double() @ indexed.k_BLd[row, key].double()
+                weights = indexed.w_BSh[row, query].double()
+                scores[key] = float((weights * products.clamp(min=0) / 2).sum())
+            order = sorted(scores, key=lambda key: (-scores[key], key))[:topk]
+            want = order + [-1] * (topk - len(order))
+            assert got_BSK[row, query].tolist() == want
+            num_ties += len(scores) - len(set(scores.values()))
+    assert num_ties > 20 // heads
+
+
+def test_scores_are_those_of_the_formula():
+    draw = torch.Generator().manual_seed(0)
+    q_BShd, k_BLd, w_BSh = (
+        torch.randn(shape, generator=draw, dtype=torch.float64)
+        for shape in ((2, 5, 3, 4), (2, 7, 4), (2, 5, 3))
+    )
+    want_BSL = torch.zeros(2, 5, 7, dtype=torch.float64)
+    for head in range(3):
+        products_BSL = torch.einsum("bsd,bld->bsl", q_BShd[:, :, head], k_BLd) / 2
+        want_BSL += w_BSh[..., head, None] * products_BSL.relu()
+    torch.testing.assert_close(index_scores(q_BShd, k_BLd, w_BSh), want_BSL)
+
+
+def test_a_block_of_queries_at_a_time_selects_the_same_keys(monkeypatch):
+    indexed, seen_BS2 = ties(heads=3), rows_of([0, 4], 9).expand(2, -1, -1)
+    want_BSK = select_keys(indexed, seen_BS2, 3)
+    monkeypatch.setattr("moetrain.models.parts.indexer._BLOCK_SCORES", 2 * 3 * 9 * 2)
+    assert torch.equal(select_keys(indexed, seen_BS2, 3), want_BSK)
+
+
+def test_masks_of_visible_and_of_selected_keys():
+    assert visible_keys(rows_of([0, 2], 4), 4)[0].int().tolist() == [
+        [1, 0, 0, 0],
+        [1, 1, 0, 0],
+        [0, 0, 1, 0],
+        [0, 0, 1, 1],
+    ]
+    selected_BSK = torch.tensor([[[1, -1], [3, 0]]], dtype=torch.int32)
+    assert as_mask(selected_BSK, 4)[0].int().tolist() == [[0, 1, 0, 0], [1, 0, 0, 1]]
+
+
+@pytest.mark.parametrize("case", NAMES)
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_short_rows_have_the_bits_of_latent_attention(case, is_packed):
+    """With as many keys as a row has tokens, logits and gradients are DeepSeek-V3's."""
+    arch = architecture_of(case, index_topk=23)
+    ours = drawn(arch)
+    shared = {
+        name: value
+        for name, value in arch
+        if name in FAMILIES["deepseek_v3"].architecture.model_fields
+    }
+    theirs = Transformer(
+        FAMILIES["deepseek_v3"].architecture(**{**shared, "family": "deepseek_v3"})
+    )
+    theirs.load_state_dict({n: x for n, x in ours.state_dict().items() if ".indexer." not in n})
+    tokens_BS, positions_BS = tokens(2, 23), None
+    if is_packed:
+        positions_BS = torch.cat((torch.arange(9), torch.arange(14))).expand(2, -1)
+    logits = [model(tokens_BS, positions_BS) for model in (ours, theirs)]
+    assert torch.equal(*logits)
+    for one in logits:
+        one.square().sum().backward()
+    for name, parameter in theirs.named_parameters():
+        assert torch.equal(parameter.grad, ours.get_parameter(name).grad), name
+    # With a key fewer, the bits are others.
+    fewer = Transformer(arch.model_copy(update={"index_topk": 22}))
+    fewer.load_state_dict(ours.state_dict())
+    assert torch.equal(fewer(tokens_BS, positions_BS), logits[0]) == is_packed
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_the_models_loss_has_no_gradient_for_the_indexer(case):
+    model = drawn(architecture_of(case))
+    model(tokens(2, 23)).square().sum().backward()
+    none = {name for name, p in model.named_parameters() if p.grad is None}
+    assert none == {name for name, _ in model.named_parameters() if ".indexer." in name}
+    assert {name.rpartition("indexer.")[2] for name in none} == INDEXER
+    theirs = random_reference(case)
+    theirs(tokens(2, 23), labels=tokens(2, 23), use_cache=False).loss.backward()
+    assert len(none) == sum(
+        ".indexer." in n and p.grad is None for n, p in theirs.named_parameters()
+    )
+
+
+def test_layers_without_an_indexer_attend_to_the_keys_of_the_layer_before():
+    arch = architecture_of("glm_moe_dsa one indexer")
+    model = drawn(arch)
+    holders = [name for name, _ in model.named_parameters() if name.endswith("indexer.wk.weight")]
+    assert holders == ["layers.0.attn.indexer.wk.weight"]
+    rows = model.prepare(Inputs(tokens(1, 23)))
+    x_BSD = model.embed_tokens(tokens(1, 23))
+    context = rows.contexts[model.kinds[0]]
+    x_BSD, _, selection = model.through(0, x_BSD, context)
+    assert isinstance(selection, Selection)
+    selected_BSK = selection.keys_BSK
+    _, _, none = model.through(1, x_BSD, context._replace(selected_BSK=selected_BSK))
+    assert none is None
+    with pytest.raises(RuntimeError, match="got no keys from an earlier layer"):
+        model.through(1, x_BSD, context)
+    # Only the selected keys have an effect on a token.
+    block = model.layers[1].attn
+    with torch.no_grad():
+        want_BSD = block(x_BSD, context._replace(selected_BSK=selected_BSK))[0]
+        changed_BSD = x_BSD.clone()
+        last = 22
+        others = sorted({*range(23)} - {*selected_BSK[0, last].tolist(), last})
+        changed_BSD[0, others] += 1.0
+        got_BSD = block(changed_BSD, context._replace(selected_BSK=selected_BSK))[0]
+    torch.testing.assert_close(got_BSD[0, last], want_BSD[0, last])
+    assert len(others) == 18 or len(others) == 19
+
+
+class Recorded:
+    """Keeps the selections of every layer, of training and of generation."""
+
+    def __init__(self, monkeypatch):
+        self.found = []
+        for name in ("select_keys", "select_in_pages"):
+            monkeypatch.setattr(sparse_attention, name, self.recording(name))
+
+    def recording(self, name):
+        select = getattr(sparse_attention, name)
+
+        def recorded(*args):
+            keys = select(*args)
+            self.found.append(keys)
+            return keys
+
+        return recorded
+
+    def sets(self, layers):
+        """Return, for each layer, the set of keys of each token."""
+        found = [[] for _ in range(layers)]
+        for i, keys_1TK in enumerate(self.found):
+            found[i % layers] += [{*keys.tolist()} - {-1} for keys in keys_1TK[0]]
+        self.found = []
+        return found
+
+
+@pytest.mark.parametrize("max_tokens", [5, 64])
+@pytest.mark.parametrize("case", [*NAMES, "glm_moe_dsa one indexer"])
+@torch.no_grad()
+def test_generation_selects_the_keys_of_training(case, max_tokens, monkeypatch):
+    """A prompt is read whole or in chunks, then token by token; scores are often equal."""
+    arch = architecture_of(case, index_num_heads=2, index_topk=6)
+    model = drawn(arch)
+    generator = Generator(drawn(arch), num_pages=30, page_size=4, max_tokens=max_tokens)
+    recorded, prompt = Recorded(monkeypatch), tuple(tokens(1, 21)[0].tolist())
+    params = SamplingParams(max_tokens=9, temperature=1.0, seed=3)
+    (completion,) = generator.generate([Request("a", prompt, params)])[0]
+    layers = sum(arch.has_indexer(i) for i in range(arch.num_layers))
+    found = [keys for keys in recorded.found if keys is not None]
+    recorded.found = found
+    got = recorded.sets(layers)
+    read = torch.tensor([[*prompt, *completion.tokens[:-1]]])
+    logits_BSV = model(read)
+    want = recorded.sets(layers)
+    for own, training in zip(got, want, strict=True):
+        assert own == training[len(training) - len(own) :]
+        assert len(own) >= len(read[0]) - 10
+    # The log-probabilities are those of training, too.
+    logprobs = logits_BSV[0, len(prompt) - 1 :].log_softmax(-1)
+    chosen = torch.tensor(completion.tokens)[:, None]
+    want_T = logprobs.gather(1, chosen)[:, 0]
+    torch.testing.assert_close(torch.tensor(completion.logprobs), want_T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_sampled_tokens_do_not_depend_on_the_batch(case):
+    """Sequences of other lengths, shared pages and preemption change no token."""
+    arch = architecture_of(case)
+    how = {"page_size": 4, "max_tokens": 16}
+    prompts = [tuple(tokens(1, n)[0].tolist()) for n in (3, 19, 12)]
+    params = SamplingParams(max_tokens=11, temperature=0.9, seed=1)
+    requests = [Request(str(i), prompt, params) for i, prompt in enumerate(prompts)]
+    alone = [Generator(drawn(arch), num_pages=30, **how).generate([r])[0][0] for r in requests]
+    together = Generator(drawn(arch), num_pages=11, **how).generate(requests)
+    assert [found[0].tokens for found in together] == [one.tokens for one in alone]
+    assert len({token for one in alone for token in one.tokens}) > 8
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_generation_keeps_the_indexers_keys_beside_keys_and_values(case):
+    arch = architecture_of(case)
+    model = drawn(arch)
+    generator = Generator(model, num_pages=20, page_size=4, max_tokens=7)
+    generator.generate([Request("a", (1, 2, 3), SamplingParams(max_tokens=2))])
+    dense = arch.attention(0).without_indexer
+    assert arch.attention(0).cached_elements() - dense.cached_elements() == arch.index_head_dim
+    kept = [block.attn.indexer for block in model.layers if block.attn.indexer is not None]
+    assert len(kept) == sum(arch.has_indexer(i) for i in range(3))
+    assert all(one.cache.pages_PZd.shape == (21, 4, arch.index_head_dim) for one in kept)
+    generator.steps.free()
+    assert all(one.cache.pages_PZd is None for one in kept)
+
+
+def test_scores_are_fp32_where_the_model_is_bf16(tmp_path):
+    """In fp32 products and sums; the tokens' weights too. The projections are the model's dtype."""
+    theirs = random_reference("deepseek_v32")
+    theirs.save_pretrained(tmp_path)
+    model = load_hf(tmp_path, dtype=torch.bfloat16)
+    x_BSD = torch.randn(1, 9, 32).bfloat16()
+    indexer, context = model.layers[0].attn.indexer, model.prepare(Inputs(tokens(1, 9)))
+    latent_BSc = torch.randn(1, 9, 20).bfloat16()
+    indexed = indexer(x_BSD, latent_BSc, context.contexts[model.kinds[0]])
+    assert indexed.q_BShd.dtype == indexed.k_BLd.dtype == torch.bfloat16
+    assert indexed.w_BSh.dtype == torch.float32
+    weight = indexer.weights_proj.weight
+    want_BSh = x_BSD.float() @ weight.float().T * 12**-0.5
+    torch.testing.assert_close(indexed.w_BSh, want_BSh)
+    scores_BSL = index_scores(indexed.q_BShd, indexed.k_BLd, indexed.w_BSh)
+    assert scores_BSL.dtype == torch.float32
+
+
+def test_indexers_have_no_adapters():
+    model = Transformer(architecture_of("deepseek_v32"))
+    assert not any(".indexer" in name for name, _ in adaptable(model.layers))
+    add_adapters(model.layers, LoraSection(rank=8, targets=("*",)))
+    adapted = {name for name, _ in model.named_parameters() if name.endswith("_lora_a")}
+    assert not any(".indexer." in name for name in adapted)
+    assert any(".attn.wq_b" in name for name in adapted)
+    with pytest.raises(ConfigError, match="matches no module"):
+        add_adapters(model.layers, LoraSection(rank=8, targets=("*.indexer.*",)))
+
+
+@pytest.mark.parametrize("words", [[], ["lora.rank=8", "lora.base_dtype=nf4"]])
+def test_indexers_are_frozen_and_never_quantised(words):
+    config = Config.load("debug", [*words], environ={})
+    _, rules = plan_model(config, architecture_of("deepseek_v32"), torch.float32)
+    own = {name: rule for name, rule in rules.items() if ".indexer." in name}
+    assert len(own) == 3 * len(INDEXER)
+    assert not any(rule.trainable or rule.quant_format or rule.decay for rule in own.values())
+    in_fp32 = {name for name, rule in own.items() if rule.gather is torch.float32}
+    assert in_fp32 == {name for name in own if "weights_proj" in name}
+
+
+@pytest.mark.parametrize(
+    ("preset", "indexers"),
+    [
+        ("deepseek-v3.2", [*range(61)]),
+        ("glm-5", [*range(78)]),
+        ("glm-5.2", [0, 1, *range(2, 78, 4)]),
+    ],
+)
+def test_published_models_have_these_indexers(preset, indexers):
+    arch = PRESETS[preset]
+    found = [i for i in range(arch.num_layers) if arch.attention(i).has_indexer]
+    assert found == indexers
+    assert architecture_from_hf(exported_config(arch, None)) == arch
+
+
+def test_products_are_those_of_the_selected_keys():
+    """Of a row of 8192 tokens, an average token sees 4096 keys, and selects fewer than 2048."""
+    part = PRESETS["deepseek-v3.2"].attention(0)
+    matrices = part.num_params() - 1536 - 512 - 2 * 128  # without norms
+    kept = 2048 * (1 - 2048 / (2 * 8192))
+    want = matrices + 128 * (192 + 128) * kept + 64 * 129 * 4096
+    assert part.products_per_token(8192) == pytest.approx(want)
+    dense = PRESETS["deepseek-v3"].attention(0)
+    assert part.products_per_token(2048) == dense.products_per_token(2048)
+
+
+def test_a_block_of_multi_token_prediction_has_an_indexer_of_its_own():
+    arch = architecture_of("glm_moe_dsa one indexer", mtp_layers=1)
+    model = drawn(arch)
+    assert model.layers[3].attn.indexer is not None
+    hidden: list[torch.Tensor] = []
+    model.backbone(Inputs(tokens(2, 23)), multi_token=hidden)
+    assert hidden[0].shape == (2, 23, 32)
+
+
+def test_stages_begin_with_blocks_that_select_keys():
+    arch = architecture_of("glm_moe_dsa")  # its block 1 uses the keys of block 0
+    words = ["parallel.pp=2"]
+    problem = "parallel.pp_split: stages of 1,2 blocks begin with block 1, which .* the blocks 0,2"
+    with pytest.raises(ConfigError, match=problem):
+        StagePlan(Config.load("debug", [*words, "parallel.pp_split=1,2"], environ={}), arch)
+    plan = StagePlan(Config.load("debug", [*words, "parallel.pp_split=2,1"], environ={}), arch)
+    assert [blocks.start for blocks in plan.ranges] == [0, 2]
+
+
+def test_context_parallel_ranks_gather_keys():
+    arch = architecture_of("deepseek_v32")
+    for method, want in (("auto", "all_gather"), ("all_gather", "all_gather"), ("ulysses", None)):
+        words = [f"parallel.cp_method={method}", "parallel.cp=2"]
+        config = Config.load("debug", words, environ={})
+        if want is None:
+            with pytest.raises(ConfigError, match=r"keys, .*; set parallel.cp_method all_ga"):
+                ParallelDims.resolve(config.parallel, 2, arch)
+        else:
+            assert ParallelDims.resolve(config.parallel, 2, arch).cp_method == want
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"q_lora_rank": None}, "q_lora_rank is null, but the indexer's queries"),
+        ({"index_head_dim": 4}, "index_head_dim 4 is less than qk_rope_head_dim 6"),
+    ],
+)
+def test_impossible_sizes_are_named(change, problem):
+    part = architecture_of("deepseek_v32").attention(0)
+    own = {field.name: getattr(part, field.name) for field in fields(part)}
+    with pytest.raises(ValueError, match=problem):
+        type(part)(**{**own, **change}).build(KernelsSection(), MoeSection())
+
+
+def test_relative_error_of_packed_documents_is_small(tmp_path):
+    """Documents in one row select among their own keys, as transformers does by positions."""
+    theirs = random_reference("deepseek_v32")
+    theirs.save_pretrained(tmp_path)
+    ours = load_hf(tmp_path)
+    positions_BS = torch.cat((torch.arange(9), torch.arange(14))).expand(2, -1)
+    tokens_BS = tokens(2, 23)
+    want = theirs(tokens_BS, position_ids=positions_BS, use_cache=False).logits
+    assert relative_error(ours(tokens_BS, positions_BS), want) < 1e-5
