@@ -164,7 +164,7 @@ _NO_DATA = (
     *("data.source", "data.path", "data.mix", "data.eval", "data.split", "data.subset"),
     *("data.format", "data.text_field", "data.train_on", "data.bad_records", "data.overlong"),
     *("data.packing", "data.streaming", "data.workers", "data.num_documents"),
-    *("train.objective", "train.beta", "train.mtp_weight"),
+    *("train.objective", "train.beta", "train.mtp_weight", "train.indexer"),
     *("train.desirable_weight", "train.undesirable_weight", "train.simpo_gamma"),
     "train.reward_centering",
 )

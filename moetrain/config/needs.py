@@ -200,6 +200,18 @@ NEEDS: tuple[Need, ...] = (
         requires={"lora.rank": {0}},
         why="PEFT adapts no multi-token prediction blocks",
     ),
+    Need(
+        "train.indexer",
+        requires={"parallel.pp": {1}},
+        why="the last stage has no losses of other stages' indexers",
+    ),
+    Need("train.indexer", requires={"lora.rank": {0}}, why="PEFT's files hold no indexers"),
+    Need(
+        "train.indexer",
+        requires={"train.mtp_weight": {0}},
+        when={"warmup"},
+        why="everything but the indexers is frozen",
+    ),
     Need("moe.redundant_experts", requires={"lora.rank": {0}}, why="adapters are not copied"),
     Need("data.workers", requires={"data.streaming": ("auto", "yes")}),
     Need("data.num_documents", requires={"data.source": {"synthetic"}}),

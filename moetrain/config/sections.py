@@ -27,6 +27,7 @@ from pydantic import (
 
 from moetrain.config.sources import ConfigError, is_list, is_tuple, source_by_suffix
 
+IndexerMode = Literal["frozen", "joint", "warmup"]
 _POWER_OF_TEN = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d{1,4}")
 _FP32_LEAST, _FP32_MOST = 2.0**-126, 2.0**128
 
@@ -341,6 +342,11 @@ class TrainSection(Section):
     """Weight of the multi-token prediction loss; 0.1 and 0.3 are usual. The loss trains the
     additional blocks behind the model's last one (DeepSeek's, GLM's, Qwen's) to predict the tokens
     after the next one. 0: these blocks are not trained."""
+    indexer: IndexerMode = "frozen"
+    """Training of the indexers that select attention's keys (DeepSeek-V3.2, GLM-5), which the loss
+    of the language model does not train. frozen: they are not trained. joint: a loss of their own
+    trains them beside the model, to score the selected keys as attention weighs them. warmup: this
+    loss trains the indexers alone, over all keys, and attention has all keys."""
     seed: NonNegativeInt = 0
     """Seed of the initial weights, of the order of the data, and of sampling."""
     micro_batch_size: PositiveInt = 8

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from moetrain.config import KernelsSection, MoeSection
 from moetrain.config.compute import Precision, SavedName
+from moetrain.config.sections import IndexerMode
 from moetrain.kernels import small_m
 from moetrain.kernels.attention.attention import AttentionMask
 from moetrain.kernels.experts.swiglu import gated, swiglu
@@ -224,6 +225,16 @@ class WideNorm(RMSNorm):
         return (normed * self.weight.to(normed.dtype)).to(x.dtype)
 
 
+class SelectsKeys(nn.Module):
+    """An attention module with an indexer, which may be trained (``train.indexer``)."""
+
+    indexer_mode: IndexerMode = "frozen"
+    """The value of ``train.indexer``."""
+    sum_heads: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Adds up a tensor over the devices that divide the heads; tensor parallelism sets it. None:
+    all heads are here."""
+
+
 class Linear(KernelModule, Adaptable):
     """Computes ``x @ weight^T + bias``; ``weight`` is [out, in]."""
 
@@ -337,6 +348,11 @@ class Selection(NamedTuple):
     keys_BSK: torch.Tensor | None
     """int32: the index of each key in its row (under context parallelism among all tokens, in
     generation in its sequence); -1: none. None: every token attends to all keys that it may see."""
+    kl_sum: torch.Tensor | None = None
+    """0-d, differentiable: the indexer's loss, summed over this device's tokens without padding.
+    None: the indexer is not trained."""
+    kept_sum: torch.Tensor | None = None
+    """0-d: the share of attention to all keys that the selected keys have, summed likewise."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -214,7 +214,9 @@ class ShardingPlan(NamedTuple):
         if tokens is not None:
             saved = {name for name in SAVED_MODULES.values() if name in rules}
         frozen = _frozen(rules, config.train.freeze, saved)
-        frozen |= {name for name, rule in rules.items() if rule.has_own_loss}
+        own = {name for name, rule in rules.items() if rule.has_own_loss}
+        by_mode = {"frozen": own, "joint": set[str](), "warmup": rules.keys() - own}
+        frozen |= by_mode[config.train.indexer]
         for name, rule in rules.items():
             if rule.init == "kaiming":
                 rule = replace(rule, init=config.lora.init)

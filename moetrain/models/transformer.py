@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from moetrain.config import ActivationSection, Config, ConfigError, KernelsSection, MoeSection
+from moetrain.config.sections import IndexerMode
 from moetrain.kernels.attention.attention import AttentionMask
 from moetrain.kernels.linear_attention.gated_delta import Documents, documents_of
 from moetrain.losses.balancing import RouterStats, RoutingStats
@@ -38,6 +39,7 @@ from moetrain.models.layers import (
     Linear,
     RMSNorm,
     Selection,
+    SelectsKeys,
     Vocabulary,
 )
 from moetrain.models.parts.lora import add_adapters
@@ -295,21 +297,36 @@ class Transformer(nn.Module):
         logits = self.vocabulary.logits(hidden_BSD, self.head_weight)
         return logits.reshape(*tokens_BS.shape, -1)
 
+    def train_indexers(self, mode: IndexerMode) -> None:
+        """Let the blocks' indexers learn as ``train.indexer`` says; those of MTP blocks never do.
+
+        Call it before :func:`compile_blocks`.
+        """
+        for module in self.modules():
+            if isinstance(module, SelectsKeys):
+                module.indexer_mode = mode
+
     def backbone(
-        self, inputs: Inputs, *, multi_token: list[torch.Tensor] | None = None
+        self,
+        inputs: Inputs,
+        *,
+        multi_token: list[torch.Tensor] | None = None,
+        selections: dict[int, Selection] | None = None,
     ) -> tuple[torch.Tensor, RoutingStats | None]:
         """Run all stages.
 
         Args:
             multi_token: receives the hidden states of the MTP blocks, by depth; None: these blocks
                 do not run.
+            selections: receives the selection of each block that selects keys.
 
         Returns:
             Hidden states [B, S, D] after the final norm, and routing statistics; None: no layer is
             MoE.
         """
         rows = self.prepare(inputs)
-        x_BSD, layer_stats = self.run(self.embed_tokens(inputs.tokens_BS), rows)
+        x_BSD = self.embed_tokens(inputs.tokens_BS)
+        x_BSD, layer_stats = self.run(x_BSD, rows, selections=selections)
         hidden_BSD = self.head(x_BSD, rows)
         if multi_token is not None:
             assert isinstance(x_BSD, torch.Tensor)  # blocks defer in generation alone
@@ -430,9 +447,18 @@ class Transformer(nn.Module):
         return x_BSD * scale.item()  # rounded to x's dtype first, as Hugging Face does
 
     def run(
-        self, x_BSD: Stream, rows: Rows, start: int = 0, stop: int | None = None
+        self,
+        x_BSD: Stream,
+        rows: Rows,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        selections: dict[int, Selection] | None = None,
     ) -> tuple[Stream, list[RouterStats]]:
-        """Run blocks ``start:stop``; return the residual stream and MoE layers' statistics."""
+        """Run blocks ``start:stop``; return the residual stream and MoE layers' statistics.
+
+        ``selections`` is as in :meth:`backbone`.
+        """
         layer_stats: list[RouterStats] = []
         selected_BSK: torch.Tensor | None = None
         for i in range(start, self.arch.num_layers if stop is None else stop):
@@ -445,6 +471,8 @@ class Transformer(nn.Module):
                 layer_stats.append(stats)
             if selection is not None:
                 selected_BSK = selection.keys_BSK
+                if selections is not None:
+                    selections[i] = selection
         return x_BSD, layer_stats
 
     def through(self, i: int, x_BSD: Stream, context: Context) -> BlockOutputs:
@@ -555,6 +583,7 @@ def plan_model(
     if config.lora.rank:
         add_adapters(model.layers, config.lora)
         _check_adapters(model, config.lora.layout)
+    model.train_indexers(config.train.indexer)
     return model, arch.plan().rules_of_run(model, config, dtype)
 
 

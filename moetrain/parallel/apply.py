@@ -29,6 +29,7 @@ from moetrain.models.architecture import Architecture
 from moetrain.models.hf.files import resolve
 from moetrain.models.hf.load import load_weights
 from moetrain.models.hf.peft import load_peft
+from moetrain.models.layers import SelectsKeys
 from moetrain.models.moe import Dispatcher
 from moetrain.models.rules import ADAPTER, ADAPTERS, MAGNITUDE, SCORE, PartStyle, Rule
 from moetrain.models.transformer import Transformer, compile_blocks, compute_dtype, plan_model
@@ -136,6 +137,8 @@ def _parallelize(
         for module in model.modules():
             if hasattr(module, _SUM_SQUARES):
                 setattr(module, _SUM_SQUARES, parts.sum)
+            if isinstance(module, SelectsKeys):
+                module.sum_heads = parts.sum
         model.vocabulary = ShardedVocabulary(
             model.arch.vocab_size,
             group,

@@ -62,6 +62,10 @@ def check_model(config: Config, arch: Architecture) -> Config:
             f"{config.parallel.tp} is not supported with {arch.mtp_layers} multi-token prediction"
         )
         raise ConfigError("parallel.tp", f"{problem} blocks; use 1, or unset train.mtp_weight")
+    mode = config.train.indexer
+    if mode != "frozen" and not any(part.selects_keys for part in arch.attentions()):
+        problem = f"{mode!r}, but {arch.family} has no indexers, which select attention's keys"
+        raise ConfigError("train.indexer", f"{problem}; use frozen")
     check_widths(config, arch)
     if config.optim.muon_qk_clip:
         QKClip(arch, config.optim.muon_qk_clip)  # raises for models that it does not suit

@@ -22,6 +22,8 @@ from moetrain.config import Config
 from moetrain.kernels.vocabulary.linear_cross_entropy import TokenLosses
 from moetrain.losses.balancing import RoutingStats, load_balancing_loss, router_z_loss
 from moetrain.models.architecture import Architecture
+from moetrain.models.layers import Selection
+from moetrain.models.parts.indexer_loss import indexer_values
 from moetrain.models.parts.multi_token import multi_token_loss, multi_token_sizes
 from moetrain.models.transformer import Inputs, Transformer
 
@@ -65,6 +67,8 @@ class Outputs(NamedTuple):
     """Hidden states of the MTP blocks, by depth (:mod:`moetrain.models.parts.multi_token`)."""
     batch_sums: Mapping[str, torch.Tensor] = MappingProxyType({})
     """The sums of :func:`batch_sums_of` over all micro-batches of all ranks, 0-d fp64."""
+    selections: Mapping[int, Selection] = MappingProxyType({})
+    """The selections of keys of blocks with an indexer, by layer."""
 
 
 class Term(NamedTuple):
@@ -179,7 +183,7 @@ def router_loss(config: Config, arch: Architecture, *, is_rl: bool) -> RouterLos
 
 @dataclass(frozen=True)
 class Pretraining:
-    """The terms of an objective, the routers' auxiliary losses, and the MTP loss."""
+    """The terms of an objective, the routers' auxiliary losses, and those of MTP and indexers."""
 
     load_balancing: float
     router_z: float
@@ -233,6 +237,12 @@ class Pretraining:
             loss = multi_token_loss(model, outputs.multi_token, batch, sizes)
             terms["mtp_loss"] = Term(loss, self.mtp_weight)
         routing, load_LE, num_tokens = outputs.routing, outputs.load_LE, sizes["tokens"]
+        if own := indexer_values(outputs.selections, num_tokens):
+            # An indexer's gradient is that of the mean divergence of its layer alone.
+            divergences = [value for name, value in own.items() if name.startswith("indexer_kl")]
+            mean = torch.stack(divergences).mean()
+            terms["indexer_kl"] = Term(mean, float(len(divergences)))
+            terms |= {name: Term(value.detach(), 0.0) for name, value in own.items()}
         if routing is not None and load_LE is not None:
             # All tokens may be padding.
             some = (load_LE[0].sum() // model.arch.num_experts_per_token).clamp(min=1)

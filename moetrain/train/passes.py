@@ -16,6 +16,7 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 import torch
 
 from moetrain.losses.balancing import RoutingStats
+from moetrain.models.layers import Selection
 from moetrain.models.transformer import Transformer
 from moetrain.parallel.apply import dispatcher_of
 from moetrain.parallel.expert.deepep import DeepEP
@@ -67,6 +68,7 @@ class ModelRunner:
         *,
         backward: Callable[[torch.Tensor], None] | None = None,
         multi_token: list[torch.Tensor] | None = None,
+        selections: dict[int, Selection] | None = None,
     ) -> None:
         """Run the model on ``batches``, and ``finish`` on its results. Collective.
 
@@ -79,6 +81,7 @@ class ModelRunner:
             backward: is called with what ``finish`` returned. None: gradients are not wanted.
                 Pipelines have a backward of their own.
             multi_token: receives the hidden states of the MTP blocks, before ``finish``.
+            selections: receives the blocks' selections of keys, before ``finish``.
         """
         if self.pipeline is not None:
             self.pipeline.run(batches, finish, learns=backward is not None)
@@ -87,7 +90,9 @@ class ModelRunner:
         def forward(batch: _B) -> torch.Tensor:
             batch = batch.to(self.world.device)
             wanted = multi_token if self.model.arch.mtp_layers else None
-            hidden_BSD, routing = self.model.backbone(batch.inputs, multi_token=wanted)
+            hidden_BSD, routing = self.model.backbone(
+                batch.inputs, multi_token=wanted, selections=selections
+            )
             return finish(hidden_BSD, routing, batch)
 
         for batch in batches:
@@ -132,6 +137,8 @@ class Pass(Generic[_B]):
     """``Outputs.batch_sums``; None: the objective needs none, or they are not known yet."""
     multi_token: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     """Hidden states of the MTP blocks for this micro-batch, where these are trained."""
+    selections: dict[int, Selection] = field(default_factory=dict[int, Selection])
+    """The selections of keys for this micro-batch, by layer."""
 
     def run(self, batches: Sequence[_B]) -> Self:
         """Run forwards, and backwards if it learns; ValueError: there is no micro-batch."""
@@ -141,7 +148,11 @@ class Pass(Generic[_B]):
         self._look_ahead(batches)
         if self.learns:
             self.runner.run(
-                batches, self.finish, backward=self.backward, multi_token=self.multi_token
+                batches,
+                self.finish,
+                backward=self.backward,
+                multi_token=self.multi_token,
+                selections=self.selections,
             )
         else:
             self.runner.run(batches, self.finish)
@@ -201,9 +212,13 @@ class Pass(Generic[_B]):
             with torch.no_grad():
                 batch_sums = self._summed([sums_of(runner.model, outputs, batch)])
         outputs = outputs._replace(
-            load_LE=load_LE, multi_token=tuple(self.multi_token), batch_sums=batch_sums or {}
+            load_LE=load_LE,
+            multi_token=tuple(self.multi_token),
+            batch_sums=batch_sums or {},
+            selections=dict(self.selections),
         )
         self.multi_token.clear()
+        self.selections.clear()
         terms = self.objective.terms(runner.model, outputs, batch, self.sizes)
         total = sum(term.coefficient * term.value for term in terms.values())
         assert isinstance(total, torch.Tensor)  # there is one term at least

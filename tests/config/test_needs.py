@@ -55,6 +55,20 @@ def test_a_setting_that_lacks_what_it_needs_is_named_with_it(need, name, monkeyp
 
 
 GIVEN = [
+    (
+        "--train.indexer joint --parallel.pp 2",
+        "train.indexer: 'joint' contradicts parallel.pp 2 (the last stage has no losses of other "
+        "stages' indexers); unset it, or set parallel.pp 1",
+    ),
+    (
+        "--train.indexer joint --lora.rank 8",
+        "train.indexer: 'joint' contradicts lora.rank 8 (PEFT's files hold no indexers); unset",
+    ),
+    (
+        "--train.indexer warmup --train.mtp_weight 0.1",
+        "train.indexer: 'warmup' contradicts train.mtp_weight 0.1 (everything but the indexers is "
+        "frozen); unset it",
+    ),
     ("--optim.schedule constant --optim.min_lr_ratio 0", "optim.min_lr_ratio: 0.0 contradicts opt"),
     (
         "--train.sample_tokens 0 --train.sample_prompt x",

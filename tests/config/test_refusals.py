@@ -194,6 +194,7 @@ CASES = {
         "moe.redundant_experts",
     ),
     "sdpa with sinks": (GPT_OSS, {"kernels.attention": "sdpa"}, None, "kernels.attention"),
+    "no indexers": (GOOD, {"train.indexer": "joint"}, None, "train.indexer"),
     "rows too long": (GOOD, {"data.seq_len": 2**20}, None, "data.seq_len"),
     "fp8 of odd widths": (GOOD, FP8 | {"model.hidden_size": 24}, None, "kernels.precision"),
     "fp8 of narrow experts with biases": (GPT_OSS, FP8, None, "kernels.precision"),

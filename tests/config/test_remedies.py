@@ -252,6 +252,12 @@ ROWS = {
         "train.mtp_weight: this .* model has no multi-token prediction blocks; unset it",
         [{"train.mtp_weight": UNSET}],
     ),
+    "no indexers": Row(
+        {},
+        SYNTHETIC | {"train.indexer": "warmup"},
+        "train.indexer: 'warmup', but .* has no indexers, which select .*; use frozen",
+        [{"train.indexer": "frozen"}],
+    ),
     # ---- what is trained
     "adapters of an odd rank": Row(
         {},

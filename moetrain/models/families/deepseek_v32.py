@@ -55,10 +55,12 @@ class SparseDecoder(V3Decoder):
         return self.indexer_layers[layer] if self.indexer_layers else True
 
     def attention(self, layer: int) -> AttentionPart:
-        return SparseLatentAttention.of(self, window=None, has_indexer=self.has_indexer(layer))
+        own = {"has_indexer": self.has_indexer(layer), "indexer_learns": True}
+        return SparseLatentAttention.of(self, window=None, **own)
 
     def multi_token_layers(self) -> tuple[tuple[Part, ...], ...]:
-        own = SparseLatentAttention.of(self, window=None, has_indexer=True)
+        kind = {"has_indexer": True, "indexer_learns": False}
+        own = SparseLatentAttention.of(self, window=None, **kind)
         return tuple((own, *parts[1:]) for parts in super().multi_token_layers())
 
 

@@ -6,7 +6,8 @@ that the last layer with one has selected (arXiv 2603.12201). In rows of at most
 tokens attention has all keys, and its bits are those of
 :class:`~moetrain.models.parts.latent_attention.LatentAttention`.
 
-The selection has no gradient, so a language model's loss does not train the indexer.
+The selection has no gradient, so a language model's loss does not train the indexer. A loss of its
+own does (:mod:`moetrain.models.parts.indexer_loss`), where ``train.indexer`` says so.
 
 Left out on purpose: a sparse kernel. Attention computes all scores, and masks those that are not
 selected: it is exact, and no faster than dense attention.
@@ -26,15 +27,17 @@ from moetrain.kernels.attention.attention import AttentionMask
 from moetrain.kernels.attention.paged import PagedRows
 from moetrain.models.architecture import Weight, Workload, linear
 from moetrain.models.generation import Caches, LayerCache, SeveralCaches
-from moetrain.models.layers import Context, Selection
+from moetrain.models.layers import Context, Selection, SelectsKeys
 from moetrain.models.parts.indexer import (
+    Indexed,
     Indexer,
     IndexerSizes,
     as_mask,
     select_in_pages,
     select_keys,
 )
-from moetrain.models.parts.latent_attention import LatentAttention, MultiHeadLatent
+from moetrain.models.parts.indexer_loss import attention_weights, divergence
+from moetrain.models.parts.latent_attention import Expanded, LatentAttention, MultiHeadLatent
 from moetrain.models.rules import Rule
 
 _INDEXER = Rule("replicate", decay=False, has_own_loss=True)
@@ -55,6 +58,8 @@ class SparseLatentAttention(LatentAttention):
     index_rope_interleaved: bool
     has_indexer: bool
     """False: the layer uses the keys that an earlier layer has selected."""
+    indexer_learns: bool
+    """False: the indexer is frozen whatever ``train.indexer`` is."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,11 +96,17 @@ class SparseLatentAttention(LatentAttention):
             return found
         sizes = self.indexer
         dim, heads, width = sizes.hidden_size, sizes.num_heads, sizes.head_dim
-        found |= linear("indexer.wq_b", heads * width, sizes.latent, _INDEXER)
-        found |= linear("indexer.wk", width, dim, _INDEXER)
-        found["indexer.k_norm.weight"] = Weight((width,), _NORM)
-        found["indexer.k_norm.bias"] = Weight((width,), _BIAS)
-        return found | linear("indexer.weights_proj", heads, dim, _IN_FP32)
+        own = linear("indexer.wq_b", heads * width, sizes.latent, _INDEXER)
+        own |= linear("indexer.wk", width, dim, _INDEXER)
+        own["indexer.k_norm.weight"] = Weight((width,), _NORM)
+        own["indexer.k_norm.bias"] = Weight((width,), _BIAS)
+        own |= linear("indexer.weights_proj", heads, dim, _IN_FP32)
+        if not self.indexer_learns:
+            own = {
+                name: weight._replace(rule=replace(weight.rule, trainable=False))
+                for name, weight in own.items()
+            }
+        return found | own
 
     def products_per_token(self, seq_len: int) -> float:
         """Count the multiply-adds of a sparse kernel: those of the selected keys alone.
@@ -132,11 +143,13 @@ class SparseLatentAttention(LatentAttention):
         return super().cached_elements(ranks) + (self.index_head_dim if self.has_indexer else 0)
 
 
-class SparseLatent(MultiHeadLatent):
+class SparseLatent(MultiHeadLatent, SelectsKeys):
     """The module of :class:`SparseLatentAttention`."""
 
     def __init__(self, sizes: SparseLatentAttention, kernels: KernelsSection) -> None:
         super().__init__(sizes, kernels)
+        self.num_heads = sizes.num_heads
+        self.indexer_learns = sizes.indexer_learns
         self.topk = sizes.index_topk
         self.indexer = Indexer(sizes.indexer, kernels) if sizes.has_indexer else None
 
@@ -147,11 +160,13 @@ class SparseLatent(MultiHeadLatent):
         expanded = self.expand(x_BSD, context)
         selection = None
         keys_BSK = context.selected_BSK
+        is_dense = self.indexer_mode == "warmup" and self.cache is None
         if self.indexer is not None:
-            assert expanded.query_latent_BSc is not None  # the part has checked it
-            keys_BSK = self._select(x_BSD, expanded.query_latent_BSc, context)
-            selection = Selection(keys_BSK)
-        if keys_BSK is not None:
+            selection = self._select(x_BSD, expanded, context)
+            keys_BSK = selection.keys_BSK
+        if is_dense:
+            selection = None if selection is None else selection._replace(keys_BSK=None)
+        elif keys_BSK is not None:
             context = _limited(context, keys_BSK, expanded.k_BSHd.shape[1])
         elif self.cache is None and self._leaves_out(context):
             raise RuntimeError("a layer without an indexer got no keys from an earlier layer")
@@ -172,25 +187,69 @@ class SparseLatent(MultiHeadLatent):
         seq_len = rotation.shape[1] if context.whole is None else context.whole[1]
         return seq_len > self.topk
 
-    @torch.no_grad()
-    def _select(
-        self, x_BSD: torch.Tensor, query_latent_BSc: torch.Tensor, context: Context
-    ) -> torch.Tensor | None:
-        """Return the selected keys; None: all."""
+    def _select(self, x_BSD: torch.Tensor, expanded: Expanded, context: Context) -> Selection:
+        """Select keys, and compute the indexer's loss if it is trained."""
         assert self.indexer is not None  # as the caller knows
+        assert expanded.query_latent_BSc is not None  # the part has checked it
+        inputs = x_BSD.detach(), expanded.query_latent_BSc.detach()
         rows: object = context.mask
         if isinstance(rows, PagedRows):
             assert self.indexer.cache is not None  # for_generation has made it
-            indexed = self.indexer(x_BSD, query_latent_BSc, context)
+            indexed = self.indexer(*inputs, context)
             keys_PZd = self.indexer.cache.store(indexed.k_BLd[0], rows.slots_T)
-            return select_in_pages(indexed, keys_PZd, rows, self.topk)
-        if not self._leaves_out(context):
-            return None
-        indexed = self.indexer(x_BSD, query_latent_BSc, context)
+            return Selection(select_in_pages(indexed, keys_PZd, rows, self.topk))
+        learns = self.indexer_learns and self.indexer_mode != "frozen" and torch.is_grad_enabled()
+        leaves_out = self._leaves_out(context)
+        if not (learns or leaves_out):
+            return Selection(None)
+        with torch.set_grad_enabled(learns):
+            indexed = self.indexer(*inputs, context)
+            if self.gather_latents is not None:
+                indexed = replace(indexed, k_BLd=self.gather_latents(indexed.k_BLd))
         assert context.seen_BS2 is not None  # some part selects keys
-        if self.gather_latents is not None:
-            indexed = replace(indexed, k_BLd=self.gather_latents(indexed.k_BLd))
-        return select_keys(indexed, context.seen_BS2, self.topk)
+        keys_BSK = None
+        if leaves_out:
+            with torch.no_grad():
+                keys_BSK = select_keys(indexed, context.seen_BS2, self.topk)
+        if not learns:
+            return Selection(keys_BSK)
+        return Selection(keys_BSK, *self._loss(indexed, expanded, keys_BSK, context))
+
+    def _loss(
+        self,
+        indexed: Indexed,
+        expanded: Expanded,
+        keys_BSK: torch.Tensor | None,
+        context: Context,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return this device's share of ``Selection.kl_sum`` and ``Selection.kept_sum``."""
+        assert context.seen_BS2 is not None  # some part selects keys
+        is_limited = self.indexer_mode == "joint"
+        weights_BSL = attention_weights(
+            expanded.q_BSHd.detach(),
+            expanded.k_BSHd.detach(),
+            context.seen_BS2,
+            keys_BSK,
+            self.scale,
+            is_limited,
+        )
+        ranks = self.num_heads // expanded.q_BSHd.shape[2]
+        if self.sum_heads is not None:
+            weights_BSL = self.sum_heads(weights_BSL)
+        weights_BSL = weights_BSL / self.num_heads
+        counts_BS = torch.ones_like(weights_BSL[..., 0])
+        if context.is_pad_BS is not None:
+            counts_BS = counts_BS.masked_fill(context.is_pad_BS, 0.0)
+        kl_sum = divergence(
+            indexed,
+            weights_BSL[..., :-1],
+            context.seen_BS2,
+            keys_BSK if is_limited else None,
+            counts_BS,
+        )
+        kept_sum = (weights_BSL[..., -1] * counts_BS).sum()
+        # Every rank that shares the heads computes the same.
+        return kl_sum / ranks, kept_sum / ranks
 
 
 def _limited(context: Context, keys_BSK: torch.Tensor, num_keys: int) -> Context:
