@@ -11,6 +11,8 @@ import torch
 from moetrain.config import Config, ConfigError, KernelsSection, LoraSection, MoeSection
 from moetrain.generate.engine import Generator
 from moetrain.generate.request import Request, SamplingParams
+from moetrain.kernels.attention import paged
+from moetrain.kernels.attention.paged import PagedRows
 from moetrain.models.families import FAMILIES, PRESETS
 from moetrain.models.hf.config import architecture_from_hf, exported_config
 from moetrain.models.hf.load import load_hf
@@ -18,7 +20,7 @@ from moetrain.models.layers import Selection
 from moetrain.models.parts import sparse_attention
 from moetrain.models.parts.indexer import Indexed, as_mask, index_scores, select_keys, visible_keys
 from moetrain.models.parts.lora import adaptable, add_adapters
-from moetrain.models.transformer import Inputs, Transformer, plan_model
+from moetrain.models.transformer import Inputs, Transformer, compile_blocks, plan_model
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.pipeline.stages import StagePlan
 from tests.lib.family_cases import architecture_of, random_reference, tokens
@@ -381,3 +383,134 @@ def test_relative_error_of_packed_documents_is_small(tmp_path):
     tokens_BS = tokens(2, 23)
     want = theirs(tokens_BS, position_ids=positions_BS, use_cache=False).logits
     assert relative_error(ours(tokens_BS, positions_BS), want) < 1e-5
+
+
+def pages_of(seed=0, pages=9, size=4, heads=3):
+    """Return pages of keys and values."""
+    draw = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(pages, size, heads, width, generator=draw) for width in (6, 5))
+
+
+@pytest.mark.parametrize("block", [2**28, 1])
+def test_gathered_keys_give_what_masked_keys_give(block, monkeypatch):
+    """Sequences read 1, 1 and 3 tokens; the first step of a fourth reads two. A GPU gathers."""
+    monkeypatch.setattr(paged, "_GATHERED", block)
+    cache = pages_of()
+    pages_NM = torch.tensor([[4, 1, -1], [2, 5, 8], [0, 3, 6], [7, -1, -1]], dtype=torch.int32)
+    ends_N, seen_N = torch.tensor([0, 1, 2, 5, 7]), torch.tensor([5, 9, 6, 0])
+    rows = PagedRows(torch.full((7,), -1), ends_N.int(), seen_N.int(), pages_NM, 2)
+    draw = torch.Generator().manual_seed(1)
+    q_THd = torch.randn(7, 3, 6, generator=draw)
+    places_T = [5, 9, 6, 7, 8, 0, 1]
+    selected = torch.full((7, 4), -1, dtype=torch.int32)
+    for row, place in zip(selected, places_T, strict=True):
+        kept = torch.randperm(place + 1, generator=draw)[:4]
+        row[: len(kept)] = kept.int()
+    want_THv = paged.attend_over_pages(
+        q_THd,
+        torch.empty(7, 3, 6),
+        torch.empty(7, 3, 5),
+        cache,
+        rows._replace(selected_TK=selected),
+        scale=0.7,
+    )
+    got_THv = paged._attend_to_selected(q_THd, cache, rows, selected, 0.7)
+    torch.testing.assert_close(got_THv, want_THv)
+    # A slot without a sequence selects nothing, and must not spoil the others.
+    selected[0] = -1
+    again_THv = paged._attend_to_selected(q_THd, cache, rows, selected, 0.7)
+    assert torch.equal(again_THv[1:], got_THv[1:])
+    assert again_THv.isfinite().all()
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_generation_by_gathered_keys_chooses_the_same_tokens(case, monkeypatch):
+    requests = [
+        Request(
+            str(n), tuple(tokens(1, n)[0].tolist()), SamplingParams(max_tokens=9, temperature=0)
+        )
+        for n in (2, 17)
+    ]
+
+    def generated():
+        generator = Generator(drawn(architecture_of(case)), num_pages=30, page_size=4)
+        return [found[0].tokens for found in generator.generate(requests)]
+
+    want, calls = generated(), []
+
+    def gathered(q_THd, cache, rows, window, scale, sinks_H):
+        if rows.selected_TK is None:
+            return by_lengths(q_THd, cache, rows, window, scale, sinks_H)
+        calls.append(rows)
+        return paged._attend_to_selected(q_THd, cache, rows, rows.selected_TK, scale)
+
+    by_lengths = paged._attend_by_lengths
+    monkeypatch.setattr(paged, "_attend_by_lengths", gathered)
+    assert generated() == want
+    assert calls
+
+
+WIDE = {
+    "hidden_size": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "head_dim": 64,
+    "v_head_dim": 64,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 64,
+    "index_head_dim": 64,
+    "index_topk": 16,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 64,
+    "shared_intermediate_size": 64,
+}
+"""Sizes that kernels of a GPU take."""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("case", NAMES)
+def test_sparse_attention_on_a_gpu_is_that_of_a_cpu(case, is_compiled):
+    """Logits and every gradient agree in fp32, over documents of more tokens than are selected."""
+    arch = architecture_of(case, **WIDE)
+    positions_BS = torch.cat((torch.arange(30), torch.arange(41))).expand(2, -1)
+    found = []
+    for device in ("cpu", "cuda"):
+        with torch.device(device):
+            model = Transformer(arch)
+        model.to("cpu").init_weights(std=0.1, seed=0)
+        model.to(device)
+        if is_compiled and device == "cuda":
+            compile_blocks(model)
+        logits_BSV = model(tokens(2, 71).to(device), positions_BS.to(device))
+        logits_BSV.square().sum().backward()
+        own = {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
+        found.append({"logits": logits_BSV.detach().cpu(), **own})
+    want, got = found
+    errors = {name: relative_error(got[name], want[name]) for name in want}
+    assert {name: error for name, error in errors.items() if not error < 1e-3} == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("case", NAMES)
+@torch.no_grad()
+def test_generation_on_a_gpu_has_the_log_probabilities_of_training(case):
+    """In bf16, of prompts that are shorter and longer than what is selected."""
+    arch = architecture_of(case, **WIDE)
+    with torch.device("cuda"):
+        model, trained = (Transformer(arch).bfloat16() for _ in range(2))
+    model.init_weights(std=0.1, seed=0)
+    trained.load_state_dict(model.state_dict())
+    generator = Generator(model, num_pages=20, max_sequences=4)
+    params = SamplingParams(max_tokens=24, temperature=1.0, seed=3)
+    prompts = [tuple(tokens(1, n)[0].tolist()) for n in (5, 60)]
+    requests = [Request(str(i), prompt, params) for i, prompt in enumerate(prompts)]
+    for prompt, (completion,) in zip(prompts, generator.generate(requests), strict=True):
+        read = torch.tensor([[*prompt, *completion.tokens[:-1]]], device="cuda")
+        logprobs = trained(read)[0, len(prompt) - 1 :].float().log_softmax(-1)
+        chosen = torch.tensor(completion.tokens, device="cuda")[:, None]
+        got, want = torch.tensor(completion.logprobs), logprobs.gather(1, chosen)[:, 0].cpu()
+        # A key more or less is selected where two scores nearly tie.
+        assert (got - want).abs().median() < 0.02
