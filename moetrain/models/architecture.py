@@ -209,10 +209,6 @@ class AttentionPart(Part):
     needs_lse: ClassVar[bool] = False
     """True: its mask's backend must compute the log-sum-exp."""
 
-    selects_keys: ClassVar[bool] = False
-    """True: it attends to some of the keys that a token may see, and so needs
-    ``Context.seen_BS2``."""
-
     window: int | None = None
     """The number of tokens that a token attends to, itself included; None: all tokens up to it."""
 
@@ -225,6 +221,12 @@ class AttentionPart(Part):
     def widest_head(self) -> int:
         """The largest head width that its mask's backend must support."""
         return 0
+
+    @property
+    def most_keys(self) -> int | None:
+        """The most keys that it selects for a token among those that the token may see; None: it
+        attends to all of them. A part that selects keys needs ``Context.seen_BS2``."""
+        return None
 
     @property
     def follows_selection(self) -> bool:

@@ -266,7 +266,7 @@ class Transformer(nn.Module):
         self.widths = {mixer.window: arch.widest_head(mixer.window) for mixer in mixers}
         self.carries_state = any(mixer.carries_state for mixer in mixers)
         self.needs_lse = any(mixer.needs_lse for mixer in mixers)
-        self.selects_keys = any(mixer.selects_keys for mixer in mixers)
+        self.selects_keys = any(mixer.most_keys is not None for mixer in mixers)
         rotations = dict.fromkeys(kind.rotation for kind in self.kinds)
         self.ropes = {rotation: RotaryEmbedding(rotation) for rotation in rotations}
         self.layers = nn.ModuleList(blocks)

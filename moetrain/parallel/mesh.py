@@ -180,7 +180,7 @@ class ParallelDims:
                     problem = f"{where} the {bad[0]} of a layer with a recurrent state"
                     raise ConfigError("parallel.cp", f"{problem}; let cp x tp divide it")
                 continue
-            if part.selects_keys:
+            if part.most_keys is not None:
                 problem = (
                     f"{self.cp} in a world of {self.world_size}: layers of {arch.family} select "
                     "keys, and ulysses does not exchange these; set parallel.cp_method all_gather"

@@ -62,10 +62,7 @@ def check_model(config: Config, arch: Architecture) -> Config:
             f"{config.parallel.tp} is not supported with {arch.mtp_layers} multi-token prediction"
         )
         raise ConfigError("parallel.tp", f"{problem} blocks; use 1, or unset train.mtp_weight")
-    mode = config.train.indexer
-    if mode != "frozen" and not any(part.selects_keys for part in arch.attentions()):
-        problem = f"{mode!r}, but {arch.family} has no indexers, which select attention's keys"
-        raise ConfigError("train.indexer", f"{problem}; use frozen")
+    _check_selections(config, arch)
     check_widths(config, arch)
     if config.optim.muon_qk_clip:
         QKClip(arch, config.optim.muon_qk_clip)  # raises for models that it does not suit
@@ -89,6 +86,19 @@ def check_model(config: Config, arch: Architecture) -> Config:
             f"of model.{name} {getattr(config.model, name)!r}; lower it{remedy}",
         )
     return config
+
+
+def _check_selections(config: Config, arch: Architecture) -> None:
+    """Raise ConfigError for settings that do not suit how the layers select keys, if they do."""
+    found = [part.most_keys for part in arch.attentions()]
+    most = min((number for number in found if number is not None), default=None)
+    if most is None and (mode := config.train.indexer) != "frozen":
+        problem = f"{mode!r}, but {arch.family} has no indexers, which select attention's keys"
+        raise ConfigError("train.indexer", f"{problem}; use frozen")
+    backend, length = config.kernels.attention, config.data.seq_len
+    if most is not None and length > most and backend not in ("auto", "sdpa", "reference"):
+        problem = f"{backend!r} takes no mask, by which layers of {arch.family} select {most} keys"
+        raise ConfigError("kernels.attention", f"{problem} of data.seq_len {length}; use auto")
 
 
 def check_widths(config: Config, arch: Architecture) -> None:

@@ -55,6 +55,8 @@ GOOD = [
 ]
 DENSE = [w for w in GOOD if "expert" not in w and "moe" not in w] + ["model.preset=qwen3-0.6b"]
 GPT_OSS = ["model.preset=gpt-oss-20b", *GOOD[1:]]
+SPARSE = [w for w in DENSE if "_heads" not in w and "head_dim" not in w and "preset" not in w]
+SPARSE += ["model.preset=glm-5", "model.num_heads=2", "model.num_kv_heads=2"]
 OTHERS = ("model.vocab_size=64",)
 
 
@@ -195,6 +197,12 @@ CASES = {
     ),
     "sdpa with sinks": (GPT_OSS, {"kernels.attention": "sdpa"}, None, "kernels.attention"),
     "no indexers": (GOOD, {"train.indexer": "joint"}, None, "train.indexer"),
+    "exact attention to selected keys": (
+        SPARSE,
+        {"kernels.attention": "exact", "data.seq_len": 4096},
+        None,
+        "kernels.attention",
+    ),
     "rows too long": (GOOD, {"data.seq_len": 2**20}, None, "data.seq_len"),
     "fp8 of odd widths": (GOOD, FP8 | {"model.hidden_size": 24}, None, "kernels.precision"),
     "fp8 of narrow experts with biases": (GPT_OSS, FP8, None, "kernels.precision"),

@@ -38,6 +38,7 @@ from tests.lib.generators import make_model as make_plain_model
 from tests.lib.multi_token_models import with_multi_token
 
 CASES = ["glm4_moe", "deepseek_v3", "glm4_moe_lite tied", "qwen3_5_moe_text", "mellum"]
+CASES += ["deepseek_v32", "glm_moe_dsa"]
 
 
 def texts_of(found):

@@ -17,6 +17,7 @@ from moetrain.generate.request import Request, RequestError, SamplingParams
 from moetrain.kernels.attention.paged import PagedRows
 from moetrain.models.families import PRESETS
 from moetrain.models.layers import Context
+from moetrain.models.parts.sparse_attention import SparseLatentAttention
 from moetrain.models.transformer import Transformer
 from tests.lib.architectures import put_weights
 from tests.lib.distributed import spawn
@@ -89,8 +90,10 @@ def test_log_probabilities_are_those_of_one_process():
 
 # ---- ranks that share heads ----------------------------------------------------------------------
 
-KINDS = ("glm4_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "nemotron_h", "glm4_moe one kv head")
-"""Plain heads, windows and sinks, latents, two kinds of states, and one head for two ranks."""
+KINDS = ("glm4_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "nemotron_h", "glm_moe_dsa")
+KINDS += ("glm4_moe one kv head",)
+"""Plain heads, windows and sinks, latents, two kinds of states, selected keys, and one head for two
+ranks."""
 
 
 def test_a_rank_attends_with_its_own_heads_and_their_sinks(monkeypatch):
@@ -129,9 +132,8 @@ def test_a_rank_attends_with_its_own_heads_and_their_sinks(monkeypatch):
 
 def cache_bytes(generator):
     """Return the bytes of keys and values in each layer that has some."""
-    pages = [
-        (c.keys_PZGd, c.values_PZGv) for c in generator.steps.caches if hasattr(c, "page_size")
-    ]
+    caches = [one for c in generator.steps.caches for one in getattr(c, "caches", (c,))]
+    pages = [(c.keys_PZGd, c.values_PZGv) for c in caches if hasattr(c, "keys_PZGd")]
     return [sum(x.nbytes for x in both) for both in pages]
 
 
@@ -145,8 +147,13 @@ def answers_of(generator, requests):
     sizes, heads = cache_bytes(generator), generator.steps.heads
     parts = [part for parts in generator.model.arch.layers() for part in parts]
     estimates = [part.cached_elements(heads.group.size() if heads else 1) for part in parts]
+    indexers = [
+        part.index_head_dim * part.has_indexer if isinstance(part, SparseLatentAttention) else 0
+        for part in parts  # every rank has their keys
+    ]
     width = generator.pages.num_tokens * generator.model.embed.weight.element_size()
-    assert sizes == [width * numbers for numbers in estimates if numbers]
+    pairs = zip(estimates, indexers, strict=True)
+    assert sizes == [width * (numbers - own) for numbers, own in pairs if numbers]
     return found, generator.scheduler.figures["generator/read_again"], sizes
 
 

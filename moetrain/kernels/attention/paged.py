@@ -68,11 +68,7 @@ def attend_over_pages(
         arrived = rows.arrived
         if arrived is None:
             arrived = store_in_pages(keys_PZGd, values_PZGv, k_TGd, v_TGv, rows.slots_T)
-        if rows.selected_TK is not None:
-            assert window is None  # no family has windows or sinks beside a selection
-            assert sinks_H is None
-            return _attend_to_selected(q_THd, cache, rows, rows.selected_TK, scale)
-        return step_attention(
+        out_THv = step_attention(
             q_THd,
             keys_PZGd,
             values_PZGv,
@@ -85,6 +81,11 @@ def attend_over_pages(
             scale=scale,
             sinks_H=sinks_H,
         )
+        if rows.selected_TK is None:
+            return out_THv
+        assert window is None  # no family has windows or sinks beside a selection
+        assert sinks_H is None
+        return _with_selected(out_THv, q_THd, cache, rows, rows.selected_TK, scale)
     is_stored_T = rows.slots_T >= 0
     slots_T = rows.slots_T[is_stored_T].long()
     for pages, x_TGd in zip(cache, (k_TGd, v_TGv), strict=True):
@@ -92,16 +93,19 @@ def attend_over_pages(
     return _attend_by_lengths(q_THd, cache, rows, window, scale, sinks_H)
 
 
-def _attend_to_selected(
+def _with_selected(
+    whole_THv: torch.Tensor,
     q_THd: torch.Tensor,
     cache: _Cache,
     rows: PagedRows,
     selected_TK: torch.Tensor,
     scale: float | None,
 ) -> torch.Tensor:
-    """Attend each token to its selected keys, which are gathered for some tokens at a time.
+    """Return ``whole_THv``, attention to all keys, for tokens that see no more keys than are
+    selected, and attention to the selected keys for the others.
 
-    No shape depends on values, so a CUDA graph can contain it.
+    So short sequences have the bits of a model without a selection. Keys are gathered for some
+    tokens at a time. No shape depends on values, so a CUDA graph can contain it.
     """
     keys_PZGd, values_PZGv = cache
     size, (tokens, topk) = keys_PZGd.shape[1], selected_TK.shape
@@ -127,7 +131,9 @@ def _attend_to_selected(
             enable_gqa=q_THd.shape[1] != k_tHKd.shape[1],
         )
         out.append(out_tH1v[:, :, 0])
-    return torch.cat(out)
+    # The index of a token in its sequence is the number of tokens before it.
+    place_T = rows.seen_N[sequence_T] + index_T - rows.ends_N[sequence_T]
+    return torch.where((place_T < topk)[:, None, None], whole_THv, torch.cat(out))
 
 
 def _attend_by_lengths(

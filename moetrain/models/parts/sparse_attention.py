@@ -18,7 +18,7 @@ heads, d width of a query and a key, v of a value.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -50,8 +50,6 @@ _BIAS = replace(_INDEXER, init="zeros")
 class SparseLatentAttention(LatentAttention):
     """Describes latent attention over the keys that an indexer selects."""
 
-    selects_keys: ClassVar[bool] = True
-
     index_topk: int
     index_num_heads: int
     index_head_dim: int
@@ -71,6 +69,10 @@ class SparseLatentAttention(LatentAttention):
 
     def build(self, kernels: KernelsSection, moe: MoeSection) -> "SparseLatent":
         return SparseLatent(self, kernels)
+
+    @property
+    def most_keys(self) -> int:
+        return self.index_topk
 
     @property
     def follows_selection(self) -> bool:
