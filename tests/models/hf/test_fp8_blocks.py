@@ -22,6 +22,7 @@ from tests.lib.small_models import relative_error
 BLOCK = (16, 12)
 """Block size; it divides few of the models' widths."""
 QUANTISED = ("_proj.weight", "w1.weight", "w2.weight", "w3.weight", "in_proj_qkvz.weight")
+QUANTISED += ("indexer.wq_b.weight", "indexer.wk.weight")
 SETTINGS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [*BLOCK]}
 
 
@@ -89,7 +90,9 @@ def test_any_part_of_a_matrix_is_its_codes_times_their_scales(shape, block):
         assert torch.equal(matrix[part], values[part])
 
 
-@pytest.mark.parametrize("case", ["deepseek_v3", "deepseek_v2", "minimax_m2", "qwen3_next"])
+@pytest.mark.parametrize(
+    "case", ["deepseek_v3", "deepseek_v2", "deepseek_v32", "minimax_m2", "qwen3_next"]
+)
 @torch.no_grad()
 def test_matrices_in_blocks_of_fp8_are_read_and_written_in_bf16(case, tmp_path, caplog):
     values, narrow = save_quantised(case, tmp_path / "in")
