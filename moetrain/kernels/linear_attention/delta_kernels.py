@@ -105,14 +105,16 @@ def states_kernel(
         keys = ((token * Q + head // (H // Q)) * K)[:, None] + dims[None, :]
         k = tl.load(k_ptr + keys, mask=valid[:, None], other=0.0)
         at = tl.cast(chunk, tl.int64) * H + head
+        if CHANNELS:
+            writes = tl.load(writes_ptr + keys, mask=valid[:, None], other=0.0)
+        else:
+            sums = tl.load(sums_ptr + gates, mask=valid, other=0.0)
         if DELTA:
             inverse = tl.load(inverse_ptr + at * C * C + i[:, None] * C + i[None, :])
             beta = tl.load(beta_ptr + gates, mask=valid, other=0.0)
         if CHANNELS:
-            writes = tl.load(writes_ptr + keys, mask=valid[:, None], other=0.0)
             factor = tl.load(sums_ptr + at * K + dims)
         else:
-            sums = tl.load(sums_ptr + gates, mask=valid, other=0.0)
             ending = tl.cast(start + tl.minimum(C, end - start) - 1, tl.int64)
             final = tl.load(sums_ptr + ending * H + head)
         rounded = state.to(k.dtype)
