@@ -82,10 +82,11 @@ def logits_of(arch):
 
 ROPES = ["yarn", "linear"]
 BY_LAYER = ("gemma4_text", "laguna", "step3p5")
-ROPE_REFUSED = {*product(("nemotron_h", "granitemoehybrid", *BY_LAYER, "hunyuan_v1_moe"), ROPES)}
+UNROTATED = ("nemotron_h", "granitemoehybrid", "kimi_linear")
+ROPE_REFUSED = {*product((*UNROTATED, *BY_LAYER, "hunyuan_v1_moe"), ROPES)}
 ROPE_REFUSED |= {("gpt_oss", "linear"), ("mistral4", "linear")}
-"""Architectures that cannot stretch their rotary embeddings: heads of Nemotron-3 and Granite 4 do
-not rotate, those of BY_LAYER rotate differently by layer, HunYuan is stretched already, by NTK, and
+"""Architectures that cannot stretch their rotary embeddings: heads of UNROTATED do not rotate,
+those of BY_LAYER rotate differently by layer, HunYuan is stretched already, by NTK, and
 GPT-OSS and Mistral 4 by yarn."""
 
 

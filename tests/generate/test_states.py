@@ -19,9 +19,15 @@ from moetrain.generate.ranks import ExpertParallel
 from moetrain.generate.request import Request, SamplingParams
 from moetrain.kernels.linear_attention.convolution import Convolution, convolution_step, convolved
 from moetrain.kernels.linear_attention.gated_delta import CHUNK, Documents, gated_delta
+from moetrain.kernels.linear_attention.kda import kda
 from moetrain.kernels.linear_attention.reads import Reads
 from moetrain.kernels.linear_attention.ssd import ssd
-from moetrain.kernels.linear_attention.step import StateCache, gated_delta_step, ssd_step
+from moetrain.kernels.linear_attention.step import (
+    StateCache,
+    gated_delta_step,
+    kda_step,
+    ssd_step,
+)
 from moetrain.models.architecture import AttentionPart
 from moetrain.models.hf.load import load_hf, resolve_architecture
 from moetrain.models.hf.peft import attach_peft
@@ -74,8 +80,17 @@ def draw_inputs(generator, T, H, Q, K, V, dtype):
     return [q_TQK.to(dtype), k_TQK.to(dtype), normal(T, H, V).to(dtype), g_TH, beta_TH.to(dtype)]
 
 
+def channels_of(inputs):
+    """Return inputs of Kimi Delta Attention: as many queries as values, and gates of channels."""
+    q_TQK, k_TQK, v_THV, g_TH, *others = inputs
+    heads = v_THV.shape[1] // q_TQK.shape[1]
+    q_THK, k_THK = (x.repeat_interleave(heads, 1) for x in (q_TQK, k_TQK))
+    return [q_THK, k_THK, v_THV, g_TH[..., None] * 9 * k_THK.float().square(), *others]
+
+
 RULES = {
     "gated delta": (gated_delta, gated_delta_step, 5, {"scale": 0.125}),
+    "kda": (kda, kda_step, 5, {"scale": 0.125}),
     "state space": (ssd, ssd_step, 4, {}),
 }
 """The rule of training and its step, the number of their inputs, and further arguments."""
@@ -84,8 +99,14 @@ CUTS = {"one by one": (1, 1), "a few": (1, 40), "whole chunks": (CHUNK, CHUNK), 
 
 @pytest.mark.tier(
     "quick",
-    long=["gated delta-fast-one by one-cpu", "state space-fast-a few-cpu"],
-    wide=["state space-fast-one by one-cpu", "state space-fast-long-cpu"],
+    long=["gated delta-fast-one by one-cpu", "kda-fast-a few-cpu", "state space-fast-a few-cpu"],
+    wide=[
+        "kda-fast-long-cpu",
+        "kda-fast-one by one-cpu",
+        "kda-fast-whole chunks-cpu",
+        "state space-fast-long-cpu",
+        "state space-fast-one by one-cpu",
+    ],
 )
 @devices
 @pytest.mark.parametrize("cut", CUTS)
@@ -104,6 +125,7 @@ def test_a_token_has_the_bits_of_training_however_it_is_read(name, kernels, cut,
     rule, rule_step, takes, how = RULES[name]
     how = {**how, "backend": backend}
     inputs = draw_inputs(draw, T, H, Q, K, V, dtype)[:takes]
+    inputs = channels_of(inputs) if name == "kda" else inputs
     bounds = list(itertools.accumulate(lengths, initial=0))
     bounds_N = torch.tensor(bounds, dtype=torch.int32, device=device)
     want_THV = rule(*inputs, Documents.of(bounds_N, T), **how)

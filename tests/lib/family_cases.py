@@ -149,6 +149,17 @@ NEMOTRON = {
     "routed_scaling_factor": 2.5,
 }
 MIXERS = NEMOTRON["layers_block_type"]
+KIMI = {
+    **{key: value for key, value in LATENT.items() if key != "n_routed_experts"},
+    "rms_norm_eps": 0.01,  # as in LINEAR
+    "q_lora_rank": None,
+    "num_local_experts": 6,
+    "linear_num_heads": 4,
+    "linear_head_dim": 6,
+    "layer_types": [STATES[0], STATES[1], STATES[0]],
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 QWEN2 = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 20,
@@ -917,10 +928,36 @@ CASES = {
     "glm_moe_dsa tied": {**SPARSE, "tie_word_embeddings": True, "indexer_types": SHARED},
     "glm_moe_dsa no dense layer": {**SPARSE, "mlp_layer_types": ["sparse"] * 3},
     "glm_moe_dsa many experts": {**SPARSE, "n_routed_experts": 37, "num_experts_per_tok": 8},
+    "kimi_linear": KIMI,
+    "kimi_linear published keys": {
+        **{key: KIMI[key] for key in KIMI if not key.startswith(("linear_", "layer_"))},
+        "linear_attn_config": {
+            "kda_layers": [1, 3],
+            "full_attn_layers": [2],
+            "num_heads": 2,
+            "head_dim": 10,
+            "short_conv_kernel_size": 3,
+        },
+        "first_k_dense_replace": 2,
+        "model_max_length": 100,
+    },
+    "kimi_linear every layer": {**KIMI, "layer_types": STATES[:1] * 3},
+    "kimi_linear no layer": {**KIMI, "layer_types": STATES[1:] * 3},
+    "kimi_linear five layers": {**KIMI, "num_hidden_layers": 5, "layer_types": None},
+    "kimi_linear one tap": {**KIMI, "linear_conv_kernel_dim": 1, "linear_head_dim": 5},
+    "kimi_linear more heads": {**KIMI, "linear_num_heads": 8},
+    "kimi_linear latent queries": {**KIMI, "q_lora_rank": 20},
+    "kimi_linear biases": {**KIMI, "attention_bias": True, "q_lora_rank": 20},
+    "kimi_linear groups": {**KIMI, "n_group": 3, "topk_group": 2, "n_shared_experts": 2},
+    "kimi_linear mlp types": {**KIMI, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+    "kimi_linear no dense layer": {**KIMI, "mlp_layer_types": ["sparse"] * 3},
+    "kimi_linear not normalised": {**KIMI, "norm_topk_prob": False, "num_experts_per_tok": 5},
+    "kimi_linear every expert": {**KIMI, "num_experts_per_tok": 6, "v_head_dim": 26},
+    "kimi_linear many experts": {**KIMI, "num_local_experts": 33, "num_experts_per_tok": 7},
 }
 FAMILY_CASES = [case for case in CASES if " " not in case]
 """One case of each family."""
-WITH_STATES = ("qwen3_", "nemotron_h", "lfm2_moe", "granitemoehybrid")
+WITH_STATES = ("qwen3_", "nemotron_h", "lfm2_moe", "granitemoehybrid", "kimi_linear")
 LINEAR_CASES = [case for case in FAMILY_CASES if case.startswith(WITH_STATES)]
 """Families with layers that carry states."""
 ROUTED_CASES = [case for case in FAMILY_CASES if case != "qwen3_5_text"]

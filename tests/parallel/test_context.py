@@ -27,9 +27,9 @@ MESHES = {
     },
 }
 KINDS = ("gpt_oss", "deepseek_v3", "glm4_moe", "qwen3_next", "nemotron_h")
-KINDS += ("lfm2_moe", "granitemoehybrid")
+KINDS += ("lfm2_moe", "granitemoehybrid", "kimi_linear")
 """Sinks and windows, latents, MTP (below), gated delta nets, Mamba-2, short convolutions, Mamba-2
-with one group."""
+with one group, Kimi Delta Attention."""
 STATES = {"qwen3_next": "linear_num_key_heads", "nemotron_h": "mamba_num_groups"}
 POLICIES = ("none", "full", "selective")
 

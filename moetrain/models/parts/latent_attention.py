@@ -3,10 +3,10 @@
     q = [q_nope | rope(q_rope)] of each head = W_qb norm(W_qa x), or W_q x
     [c | r] = W_kva x        [k_nope | v] of each head = W_kvb norm(c)        k = [k_nope | rope(r)]
 
-All heads share the rotated key ``r``, and values may be wider or narrower than queries and keys. In
-some families queries have a factor by their position (``Context.query_scale``). Attention is over
-the expanded keys and values. Generation caches them expanded too, so that it computes the same bits
-as training.
+All heads share the rotated key ``r``. In some models nothing rotates. Values may be wider or
+narrower than queries and keys. In some families queries have a factor by their position
+(``Context.query_scale``). Attention is over the expanded keys and values. Generation caches them
+expanded too, so that it computes the same bits as training.
 
 Left out on purpose: attention within the latent, which saves memory in generation but has other
 bits.
@@ -61,6 +61,8 @@ class LatentAttention(AttentionPart):
     v_head_dim: int
     rope: RopeScaling
     rope_interleaved: bool = True
+    partial_rotary_factor: float = 1.0
+    """1, or 0: nothing rotates, and the shared key is like any other."""
     qkv_bias: bool = False
     """True: the projections to latents have biases."""
     out_bias: bool = False
@@ -72,6 +74,9 @@ class LatentAttention(AttentionPart):
         if self.qk_rope_head_dim % 2:
             problem = f"qk_rope_head_dim {self.qk_rope_head_dim} is odd"
             raise ValueError(f"{problem}; rotary embeddings need pairs")
+        if self.partial_rotary_factor not in (0, 1):
+            problem = f"partial_rotary_factor {self.partial_rotary_factor} is neither 0 nor 1"
+            raise ValueError(f"{problem}; qk_rope_head_dim says how much of a head rotates")
 
     def build(self, kernels: KernelsSection, moe: MoeSection) -> "MultiHeadLatent":
         return MultiHeadLatent(self, kernels)
@@ -108,7 +113,7 @@ class LatentAttention(AttentionPart):
 
     @property
     def rotary_dim(self) -> int:
-        return self.qk_rope_head_dim
+        return int(self.partial_rotary_factor) * self.qk_rope_head_dim
 
     @property
     def weights(self) -> Mapping[str, Weight]:
@@ -195,6 +200,7 @@ class MultiHeadLatent(CoreAttention):
         super().__init__(kernels)
         self.gather_latents: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.scale, self.interleaved = sizes.scale, sizes.rope_interleaved
+        self.rotates = sizes.rotary_dim > 0
         self.nope = sizes.qk_nope_head_dim
         self.rope = sizes.qk_rope_head_dim
         self.latent = sizes.kv_lora_rank
@@ -249,7 +255,9 @@ class MultiHeadLatent(CoreAttention):
         return Expanded(q_BSHd, k_BSHd, v_BSHv.contiguous(), query_latent_BSc)
 
     def _rotated(self, x_BSHr: torch.Tensor, context: Context) -> torch.Tensor:
-        """Rotate heads by the tokens' positions."""
+        """Rotate heads by the tokens' positions, if they rotate."""
+        if not self.rotates:
+            return x_BSHr
         cos_Sp, sin_Sp = (angles.flatten(0, 2) for angles in context.rotation)
         y_THr = rotary(
             x_BSHr.flatten(0, 1),

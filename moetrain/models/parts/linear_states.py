@@ -9,7 +9,9 @@ Legend: T tokens, H heads, h heads of a convolution, d their width, C channels, 
 convolution, V width of a value, P slots.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -40,8 +42,15 @@ def _draw_rates(rows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return rows.uniform_(1e-3, 16.0, generator=generator).log_()
 
 
+def _draw_steps(rows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Draw values whose softplus is log-uniform between 0.001 and 0.1 (arXiv 2312.00752)."""
+    steps = rows.uniform_(math.log(1e-3), math.log(0.1), generator=generator).exp_()
+    return steps + (-torch.expm1(-steps)).log()
+
+
 FILTER = Rule("colwise", init=_draw_filter, decay=False)
 RATES = Rule("colwise", init=_draw_rates, decay=False, gather=torch.float32)
+STEPS = replace(RATES, init=_draw_steps)
 
 
 class LinearStates:

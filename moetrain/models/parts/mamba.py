@@ -17,7 +17,6 @@ Legend: B batch, S sequence, T = B * S tokens, D model width, H heads, G groups,
 K width of a state, N width of a group's heads together.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -48,6 +47,7 @@ from moetrain.models.layers import Context, Linear, linears
 from moetrain.models.parts.linear_states import (
     FILTER,
     RATES,
+    STEPS,
     LinearMixer,
 )
 from moetrain.models.rules import COLWISE, ROWWISE, WIDE_NORM, Rule
@@ -55,14 +55,6 @@ from moetrain.models.rules import COLWISE, ROWWISE, WIDE_NORM, Rule
 _NARROW = replace(COLWISE, gather=torch.float32)
 """The rule of the projection to dt. It has one output for each head: too few for fp8."""
 
-
-def _draw_steps(rows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Draw values whose softplus is log-uniform between 0.001 and 0.1 (arXiv 2312.00752)."""
-    steps = rows.uniform_(math.log(1e-3), math.log(0.1), generator=generator).exp_()
-    return steps + (-torch.expm1(-steps)).log()
-
-
-_STEPS = replace(RATES, init=_draw_steps)
 _SKIP = replace(RATES, init="ones")
 
 
@@ -123,7 +115,7 @@ class Mamba2(AttentionPart):
         if self.mamba_conv_bias:
             zeros = Rule("colwise", init="zeros", decay=False)
             found |= {f"conv_{x}_bias": Weight((self.inputs[x],), zeros) for x in "xbc"}
-        found |= {"a_log": Weight((heads,), RATES), "dt_bias": Weight((heads,), _STEPS)}
+        found |= {"a_log": Weight((heads,), RATES), "dt_bias": Weight((heads,), STEPS)}
         found |= {"d": Weight((heads,), _SKIP), "norm": Weight((v_dim,), WIDE_NORM)}
         return found | {"wo.weight": Weight((dim, v_dim), ROWWISE)}
 

@@ -47,6 +47,7 @@ from moetrain.models.layers import Context
 from moetrain.models.moe import RoutedExperts
 from moetrain.models.parts.gated_delta import GatedDeltaNet
 from moetrain.models.parts.gemma_layers import GemmaExperts
+from moetrain.models.parts.kimi_delta import KimiDelta
 from moetrain.models.parts.latent_attention import LatentAttention
 from moetrain.models.parts.mamba import Mamba2
 from moetrain.models.parts.short_convolution import ShortConvolution
@@ -166,6 +167,14 @@ KEEPING = {
         mamba_state_dim=64,
         mamba_conv_kernel_dim=4,
     ),
+    "kda": KimiDelta(
+        hidden_size=96,
+        linear_num_value_heads=2,
+        linear_key_head_dim=64,
+        linear_conv_kernel_dim=4,
+        low_rank_gates=True,
+        decay_bound=None,
+    ),
     "dense": SquaredReLU(hidden_size=64, intermediate_size=48),
     "convolution": ShortConvolution(hidden_size=64, conv_kernel_dim=3),
     "experts": SquaredReLUExperts(hidden_size=64, **EXPERTS, shared_intermediate_size=40),
@@ -176,7 +185,7 @@ KEEPING = {
 @pytest.mark.parametrize("name", KEEPING)
 def test_parts_keep_for_their_backward_what_they_say(name):
     """The run is eager, with the kernels, whose ops list the tensors that they keep."""
-    part, seq_len = KEEPING[name], 128
+    part, seq_len = KEEPING[name], 256
     module = part.build(KernelsSection(backend="triton"), MoeSection())
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
@@ -196,6 +205,44 @@ def test_parts_keep_for_their_backward_what_they_say(name):
     total = sum(x.untyped_storage().nbytes() for at, x in kept.items() if at not in given)
     share = Workload(seq_len, tp=1, ep=1, width=4, is_compiled=False)
     assert total == pytest.approx(part.activations(share), rel=0.03)
+
+
+def test_gates_of_kimi_delta_attention_are_those_of_transformers_at_first():
+    """Rates are uniform in 1 to 16, and steps log-uniform in 0.001 to 0.1."""
+    model = Transformer(architecture_of("kimi_linear", linear_num_value_heads=2000))
+    model.init_weights(std=0.02, seed=0)
+    layer = model.layers[0].linear_attn
+    rates = layer.a_log.detach().exp()
+    assert 0.99 < rates.min() < 1.1 < 15.9 < rates.max() < 16.01
+    steps = torch.nn.functional.softplus(layer.dt_bias.detach())
+    assert 0.99e-3 < steps.min() < 1.1e-3 < 0.09 < steps.max() < 0.101
+    assert steps.log().mean() == pytest.approx(math.log(1e-2), rel=0.01)
+    assert layer.norm.weight.eq(1).all()
+
+
+@torch.no_grad()
+def test_published_files_of_kimi_linear_have_dense_layers_under_mlp(tmp_path):
+    """transformers writes them under ``block_sparse_moe``; either layout is kept."""
+    theirs, tokens_BS = random_reference("kimi_linear"), tokens(2, 9)
+    theirs.save_pretrained(tmp_path / "in")
+    stored = load_file(tmp_path / "in" / "model.safetensors")
+    published = {
+        name.replace("block_sparse_moe", "mlp") if ".layers.0." in name else name: tensor
+        for name, tensor in stored.items()
+    }
+    assert published.keys() - stored.keys() == {
+        f"model.layers.0.mlp.{x}_proj.weight" for x in ("gate", "up", "down")
+    }
+    save_file(published, tmp_path / "in" / "model.safetensors", {"format": "pt"})
+    model = load_hf(tmp_path / "in")
+    assert relative_error(model(tokens_BS), theirs(tokens_BS, use_cache=False).logits) < 1e-5
+    save_hf(model, tmp_path / "out")
+    model.source = None
+    save_hf(model, tmp_path / "bare")
+    for folder in ("out", "bare"):
+        got = load_file(tmp_path / folder / "model.safetensors")
+        assert got.keys() == published.keys()
+        assert all(torch.equal(got[name], tensor) for name, tensor in published.items())
 
 
 def test_mamba_steps_are_those_of_the_paper_at_first():
@@ -310,6 +357,7 @@ def test_states_begin_with_documents_however_these_are_told(tmp_path):
         "nemotron_h",
         "afmoe",
         "lfm2_moe",
+        "kimi_linear",
     ],
 )
 def test_a_selection_bias_stays_fp32_and_steers(case, tmp_path):
@@ -449,12 +497,16 @@ def formulas(case, tmp_path):
     scored = [part for part in sparse if part.has_indexer and part.index_topk < seq_len]
     keys += sum(part.index_num_heads * (part.index_head_dim + 1) for part in scored) * seq_len / 2
     pairs = 2 * keys
+    each_state = {
+        GatedDeltaNet: lambda part: 6 * part.widths[1] * part.linear_key_head_dim,
+        KimiDelta: lambda part: 6 * part.width * part.linear_key_head_dim,
+        Mamba2: lambda part: 4 * part.widths[0] * part.mamba_state_dim,
+    }
     states = sum(
-        6 * part.widths[1] * part.linear_key_head_dim
-        if isinstance(part, GatedDeltaNet)
-        else 4 * part.widths[0] * part.mamba_state_dim
+        count(part)
+        for kind, count in each_state.items()
         for part in parts
-        if isinstance(part, (GatedDeltaNet, Mamba2))
+        if isinstance(part, kind)
     )
     found = arch.flops_per_token(seq_len) / 3 - pairs - states
     assert sum(counts.values()) + experts == pytest.approx(found * seq_len, rel=1e-12)
@@ -881,6 +933,7 @@ def test_adapters_that_peft_cannot_express_are_refused(preset, target, problem):
         ("sarvam_moe", ("*.shared_experts.*", "*.attn.wq", "*.attn.wo")),
         ("laguna", ("*.attn.wg", "*.shared_experts.*", "*.mlp.*", "*.moe.experts")),
         ("step3p5", ("*.attn.wg", "*.shared_experts.*", "*.mlp.*", "*.moe.experts")),
+        ("kimi_linear", ("*.linear_attn.*", "*.shared_experts.*", "*.mlp.*", "*.moe.experts")),
     ],
 )
 @torch.no_grad()
@@ -971,6 +1024,7 @@ PUBLISHED = {
     "deepseek-v3.2": 671.9,  # without the MTP block, like the next two
     "glm-5": 743.9,
     "glm-5.2": 743.4,
+    "kimi-linear-48b-a3b": 49.12,
 }
 
 
@@ -1208,6 +1262,31 @@ PUBLISHED_KEYS = {
         "rope_parameters": {"rope_theta": 8_000_000, "rope_type": "default"},
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
+    },
+    "kimi-linear-48b-a3b": {
+        "head_dim": 72,
+        "linear_attn_config": {
+            "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+            "kda_layers": [i for i in range(1, 28) if i not in (4, 8, 12, 16, 20, 24, 27)],
+            "num_heads": 32,
+            "head_dim": 128,
+            "short_conv_kernel_size": 4,
+        },
+        "first_k_dense_replace": 1,
+        "mla_use_nope": True,
+        "model_max_length": 1_048_576,
+        "moe_layer_freq": 1,
+        "moe_renormalize": True,
+        "moe_router_activation_func": "sigmoid",
+        "num_expert_group": 1,
+        "num_experts": 256,
+        "num_experts_per_token": 8,
+        "num_nextn_predict_layers": 0,
+        "num_shared_experts": 1,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "routed_scaling_factor": 2.446,
+        "use_grouped_topk": True,
     },
 }
 """Keys of published files, from memory."""
@@ -1481,6 +1560,19 @@ def test_fewer_or_more_layers_of_a_preset():
             {"indexer_types": None, "index_topk_freq": "4"},
             "index_topk_freq is '4', expected a whole number",
         ),
+        ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope False is not supported, only True"),
+        (
+            "kimi_linear",
+            {
+                "layer_types": None,
+                "linear_attn_config": {"kda_layers": [1], "full_attn_layers": [3]},
+            },
+            "linear_attn_config has .*, which are not the layers 1 to 3; name each of them once",
+        ),
+        ("kimi_linear", {"layer_types": TURNS}, "layer_types sliding_attention are not supported"),
+        ("kimi_linear", {"layer_types": STATES}, "linear_layers has 2 entries, but num_hidden_lay"),
+        ("kimi_linear", {"linear_num_heads": 0}, "linear_num_heads is 0, but a layer has linear"),
+        ("kimi_linear", {"linear_attn_config": 3}, "linear_attn_config is 3, expected a value of"),
         ("step3p5", {"mlp_bias": True}, "mlp_bias True is not supported, only False; use"),
         ("step3p5", {"moe_router_activation": "softmax"}, "'softmax' is not supported, only 'sig"),
         ("step3p5", {"share_expert_dim": 0}, "share_expert_dim is 0, expected 1 or more"),
@@ -1507,7 +1599,10 @@ def test_fewer_or_more_layers_of_a_preset():
 )
 def test_unsupported_configs_of_families_are_refused_in_one_line(family, change, problem, tmp_path):
     own = next((CASES[case] for case in CASES if case.split()[0] == family), {})
-    config = {**FAMILIES[family].defaults, "model_type": family, **SIZES, **own, **change}
+    given = {**SIZES, **own, **change}
+    named = {key for other, key in FAMILIES[family].aliases.items() if other in given}
+    defaults = {key: x for key, x in FAMILIES[family].defaults.items() if key not in named}
+    config = {**defaults, "model_type": family, **given}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=problem) as caught:
         load_hf(tmp_path)

@@ -103,6 +103,7 @@ SPLIT = {
     "granitemoehybrid": ".mamba.",
     "sarvam_moe": ".attn.w",
     "step3p5": ".moe.",
+    "kimi_linear": ".a_log",
 }
 """Families in which a parameter is part of a file's tensor, or a file's tensor part of it, and its
 name."""
@@ -110,6 +111,7 @@ KEPT = {  # nemotron_h's files call every part a mixer
     "nemotron_h": ["layers.0.mixer.", "layers.4.mixer.", "correction_bias", "mtp."],
     "sarvam_moe": [".query_key_value.", ".attention.dense.", ".expert_bias"],
     "step3p5": [".moe.", ".share_expert.", ".eh_proj."],
+    "kimi_linear": [".A_log", "correction_bias"],
 }
 """What the files call the frozen tensors and those that are not trained, if it is another name."""
 
