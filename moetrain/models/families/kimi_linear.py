@@ -28,24 +28,27 @@ from moetrain.models.parts.latent_attention import LatentAttention
 from moetrain.models.parts.layer_types import FULL, read_mlp_types, write_mlp_types
 
 
-class KimiDecoder(LatentDecoder):
+class DeltaDecoder(LatentDecoder):
     """A latent decoder with Kimi Delta Attention in ``linear_layers``."""
 
     kinds = (LatentAttention, RoutedExperts, SwiGLU, KimiDelta)
-
-    low_rank_gates: ClassVar[bool] = True
-    decay_bound: ClassVar[float | None] = None
 
     def attention(self, layer: int) -> AttentionPart:
         is_linear = self.linear_layers and self.linear_layers[layer]
         return KimiDelta.of(self, window=None) if is_linear else super().attention(layer)
 
 
+class _KimiLinear(DeltaDecoder):
+    low_rank_gates: ClassVar[bool] = True
+    decay_bound: ClassVar[float | None] = None
+    wide_filters: ClassVar[bool] = False
+
+
 # ---- config.json -------------------------------------------------------------------------------
 
-_LINEAR = "linear_attention"
+LINEAR = "linear_attention"
 _CONFIG = "linear_attn_config"
-_NUMBERED = {"kda_layers": _LINEAR, "full_attn_layers": FULL}
+_NUMBERED = {"kda_layers": LINEAR, "full_attn_layers": FULL}
 _SIZES = {
     "num_heads": "linear_num_value_heads",
     "head_dim": "linear_key_head_dim",
@@ -72,7 +75,7 @@ def _read_types(config: ConfigJson) -> list[str]:
     types = config["layer_types"]
     if types is None and not _NUMBERED.keys() <= own.keys():
         # This is the default of transformers' class, and no published model's.
-        return [FULL if i and i % 4 == 0 else _LINEAR for i in range(count)]
+        return [FULL if i and i % 4 == 0 else LINEAR for i in range(count)]
     if types is None:
         numbers = {key: own[key] for key in _NUMBERED}
         named = [n for key in _NUMBERED for n in numbers[key]]
@@ -81,9 +84,20 @@ def _read_types(config: ConfigJson) -> list[str]:
             raise error("config.json", f"{problem}; name each of them once")
         return [next(kind for key, kind in _NUMBERED.items() if i in numbers[key])
                 for i in range(1, count + 1)]  # fmt: skip
-    if unknown := sorted({str(kind) for kind in types} - {_LINEAR, FULL}):
-        raise error("config.json", f"layer_types {', '.join(unknown)} are not supported")
+    check_types(types)
     return types
+
+
+def check_types(types: Sequence[object]) -> None:
+    """Raise ConfigError if ``types`` has the name of another kind of layer."""
+    if unknown := sorted({str(kind) for kind in types} - {LINEAR, FULL}):
+        raise error("config.json", f"layer_types {', '.join(unknown)} are not supported")
+
+
+def write_kinds(arch: Architecture) -> list[str]:
+    """Return the key ``layer_types``."""
+    linear = arch.linear_layers or (False,) * arch.num_layers
+    return [LINEAR if is_linear else FULL for is_linear in linear]
 
 
 def _read_layers(config: ConfigJson) -> Fields:
@@ -93,7 +107,7 @@ def _read_layers(config: ConfigJson) -> Fields:
     first = config[_FIRST]
     routed = [i >= first for i in range(config["num_hidden_layers"])]
     return {
-        "linear_layers": tuple(kind == _LINEAR for kind in _read_types(config)),
+        "linear_layers": tuple(kind == LINEAR for kind in _read_types(config)),
         "moe_layers": read_mlp_types(config, routed),
         "shared_intermediate_size": config[_SHARED] * config["moe_intermediate_size"],
         **{ours: own[key] for key, ours in _SIZES.items() if key in own},
@@ -113,7 +127,7 @@ def _write_layers(arch: Architecture) -> Fields:
     }
     return {
         _CONFIG: {**numbers, **{key: getattr(arch, ours) for key, ours in _SIZES.items()}},
-        "layer_types": [_LINEAR if is_linear else FULL for is_linear in linear],
+        "layer_types": write_kinds(arch),
         _FIRST: min(arch.moe_layer_indices, default=arch.num_layers),
         "mlp_layer_types": write_mlp_types(arch),
         _SHARED: arch.shared_intermediate_size // max(1, arch.moe_intermediate_size),
@@ -190,7 +204,7 @@ _FIXED: Fields = {**SIGMOID_ROUTER, "head_dim": 0, "partial_rotary_factor": 0.0}
 register(
     Family(
         name="kimi_linear",
-        architecture=KimiDecoder,
+        architecture=_KimiLinear,
         hf_class="KimiLinearForCausalLM",
         defaults={
             **COMMON_DEFAULTS,
@@ -257,7 +271,7 @@ register(
         read_layers=_read_layers,
         write_layers=_write_layers,
         presets={
-            "kimi-linear-48b-a3b": KimiDecoder(
+            "kimi-linear-48b-a3b": _KimiLinear(
                 family="kimi_linear",
                 vocab_size=163_840,
                 hidden_size=2304,

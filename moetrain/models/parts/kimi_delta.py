@@ -65,6 +65,8 @@ class KimiDelta(AttentionPart):
     """True: the matrices of the decay and of the output gate are products of two, K wide."""
     decay_bound: float | None
     """The lower bound of g; None: the gate is a softplus, without a bound."""
+    wide_filters: bool = False
+    """True: the convolutions' filters are used in fp32; False: rounded to the compute dtype."""
     norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
@@ -94,7 +96,8 @@ class KimiDelta(AttentionPart):
             found["wf.weight"] = Weight((width, dim), _WIDE)
             found["wg.weight"] = Weight((width, dim), COLWISE)
         taps = (1, self.linear_conv_kernel_dim)
-        found |= {f"conv_{x}": Weight((width, *taps), FILTER) for x in "qkv"}
+        filters = replace(FILTER, gather=torch.float32) if self.wide_filters else FILTER
+        found |= {f"conv_{x}": Weight((width, *taps), filters) for x in "qkv"}
         found |= {"a_log": Weight((heads,), _RATES), "dt_bias": Weight((width,), STEPS)}
         return found | {
             "norm.weight": Weight((head,), NORM),

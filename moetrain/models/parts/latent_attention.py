@@ -224,9 +224,12 @@ class MultiHeadLatent(CoreAttention):
 
     def forward(self, x_BSD: torch.Tensor, context: Context) -> torch.Tensor:
         """Mix tokens; returns [B, S, D] in ``x_BSD``'s dtype."""
-        expanded = self.expand(x_BSD, context)
-        y_BSHv = self.core(expanded.q_BSHd, expanded.k_BSHd, expanded.v_BSHv, context, self.scale)
-        return self.wo(y_BSHv.flatten(-2))
+        return self.wo(self.attend(x_BSD, context).flatten(-2))
+
+    def attend(self, x_BSD: torch.Tensor, context: Context) -> torch.Tensor:
+        """Return each head's result, [B, S, H, v]."""
+        q_BSHd, k_BSHd, v_BSHv, _ = self.expand(x_BSD, context)
+        return self.core(q_BSHd, k_BSHd, v_BSHv, context, self.scale)
 
     def expand(self, x_BSD: torch.Tensor, context: Context) -> Expanded:
         """Return rotated queries and keys, and values, of this device's heads."""

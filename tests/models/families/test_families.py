@@ -175,6 +175,14 @@ KEEPING = {
         low_rank_gates=True,
         decay_bound=None,
     ),
+    "bounded kda": KimiDelta(
+        hidden_size=96,
+        linear_num_value_heads=2,
+        linear_key_head_dim=64,
+        linear_conv_kernel_dim=4,
+        low_rank_gates=False,
+        decay_bound=-5.0,
+    ),
     "dense": SquaredReLU(hidden_size=64, intermediate_size=48),
     "convolution": ShortConvolution(hidden_size=64, conv_kernel_dim=3),
     "experts": SquaredReLUExperts(hidden_size=64, **EXPERTS, shared_intermediate_size=40),
@@ -934,6 +942,7 @@ def test_adapters_that_peft_cannot_express_are_refused(preset, target, problem):
         ("laguna", ("*.attn.wg", "*.shared_experts.*", "*.mlp.*", "*.moe.experts")),
         ("step3p5", ("*.attn.wg", "*.shared_experts.*", "*.mlp.*", "*.moe.experts")),
         ("kimi_linear", ("*.linear_attn.*", "*.shared_experts.*", "*.mlp.*", "*.moe.experts")),
+        ("bailing_hybrid", ("*.linear_attn.*", "*.attn.*", "*.shared_experts.*", "*.moe.experts")),
     ],
 )
 @torch.no_grad()
@@ -1025,6 +1034,7 @@ PUBLISHED = {
     "glm-5": 743.9,
     "glm-5.2": 743.4,
     "kimi-linear-48b-a3b": 49.12,
+    "ling-3.0-flash": 124.41,  # without the MTP block
 }
 
 
@@ -1287,6 +1297,15 @@ PUBLISHED_KEYS = {
         "rope_theta": 10000.0,
         "routed_scaling_factor": 2.446,
         "use_grouped_topk": True,
+    },
+    "ling-3.0-flash": {
+        "first_k_dense_replace": 2,
+        "kda_lower_bound": -5.0,
+        "kda_safe_gate": True,
+        "layer_group_size": 6,
+        "num_nextn_predict_layers": 1,
+        "rope_scaling": None,
+        "short_conv_kernel_size": 4,
     },
 }
 """Keys of published files, from memory."""
@@ -1573,6 +1592,14 @@ def test_fewer_or_more_layers_of_a_preset():
         ("kimi_linear", {"layer_types": STATES}, "linear_layers has 2 entries, but num_hidden_lay"),
         ("kimi_linear", {"linear_num_heads": 0}, "linear_num_heads is 0, but a layer has linear"),
         ("kimi_linear", {"linear_attn_config": 3}, "linear_attn_config is 3, expected a value of"),
+        ("bailing_hybrid", {"kda_lower_bound": 0.0}, "kda_lower_bound is 0.0, expected a number"),
+        (
+            "bailing_hybrid",
+            {"layer_types": None, "layer_group_size": 0},
+            "layer_group_size is 0, expected 1 or more",
+        ),
+        ("bailing_hybrid", {"layer_types": TURNS}, "layer_types sliding_attention are not supp"),
+        ("bailing_hybrid", {"linear_head_dim": "6"}, "linear_head_dim is '6', expected 1 or more"),
         ("step3p5", {"mlp_bias": True}, "mlp_bias True is not supported, only False; use"),
         ("step3p5", {"moe_router_activation": "softmax"}, "'softmax' is not supported, only 'sig"),
         ("step3p5", {"share_expert_dim": 0}, "share_expert_dim is 0, expected 1 or more"),
