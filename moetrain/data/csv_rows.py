@@ -22,14 +22,13 @@ from typing import Any, NamedTuple
 
 from moetrain.data.messages import BadLineError
 
-_WITHIN = re.compile(rb'[^"]*+(?:""[^"]*+)*+')
-"""Matches the inside of a quoted cell up to its end, or to the end of the bytes that are read. No
-pattern here backtracks (``*+``), so a cell of any length is scanned once."""
-_PLAIN = re.compile(rb'[^,\n]*+(?:,(?=[^"])[^,\n]*+)*+')
-"""Matches cells without quotes up to the end of the line, to a comma before a quoted cell, or to a
-comma whose next byte is not read yet."""
-_CELL = re.compile(r'(?:"([^"]*+(?:""[^"]*+)*+)")?+([^,]*+)(?:,|\Z)')
-"""Matches a cell of a whole row, with its comma. The groups are the quoted text and the rest."""
+_DOUBLED = re.compile(rb'(?:[^"]*""){0,4096}')
+"""Matches the inside of a quoted cell up to its last quote, or to one of many. Their number is
+limited because Python keeps a place for each. Possessive quantifiers, which do not, are wrong in
+Python 3.11.2."""
+_END = re.compile(rb'\n|,(?="|\Z)')
+"""Matches the end of a line, a comma before a quoted cell, or a comma whose next byte is not read
+yet."""
 _READ = 1 << 20
 """Bytes that are read at once."""
 
@@ -64,15 +63,19 @@ def csv_rows(file: Any, most_bytes: int) -> Iterator[CsvRow]:
 
 def cells(text: bytes) -> Iterator[str]:
     """Yield the cells of the row ``text``."""
-    row, at = text.decode(), 0
+    at = 0
     while True:
-        found = _CELL.match(row, at)
-        assert found is not None
-        quoted, plain = found.groups()
-        yield plain if quoted is None else quoted.replace('""', '"') + plain
-        at = found.end()
-        if not found[0].endswith(","):
+        quoted = b""
+        if text.startswith(b'"', at):
+            begin = at + 1
+            at, _ = _end_of_quoted(text, begin, is_all=True)
+            quoted = text[begin : at - 1].replace(b'""', b'"')
+        comma = text.find(b",", at)
+        stop = len(text) if comma < 0 else comma
+        yield (quoted + text[at:stop]).decode()
+        if comma < 0:
             return
+        at = comma + 1
 
 
 class _Scanner:
@@ -125,10 +128,8 @@ class _Scanner:
         """
         self._at += 1
         while True:
-            self._at = _end_of(_WITHIN, self._held, self._at)
-            num_left = len(self._held) - self._at
-            if num_left > 1 or (num_left and self._is_end):  # at a quote that no quote follows
-                self._at += 1
+            self._at, is_whole = _end_of_quoted(self._held, self._at, is_all=self._is_end)
+            if is_whole:
                 return
             if self._is_end:
                 problem = f"{line}: a quote in the row that begins here has no end"
@@ -139,7 +140,8 @@ class _Scanner:
     def _pass_plain(self) -> bool:
         """Pass over cells without quotes. Return whether the row ends behind them."""
         while True:
-            self._at = _end_of(_PLAIN, self._held, self._at)
+            end = _END.search(self._held, self._at)
+            self._at = len(self._held) if end is None else end.start()
             num_left = len(self._held) - self._at
             if num_left and self._held[self._at] == ord("\n"):
                 return True
@@ -188,8 +190,24 @@ class _Scanner:
         self._held += more
 
 
-def _end_of(pattern: re.Pattern[bytes], text: bytearray, at: int) -> int:
-    """Return where the match of ``pattern`` at ``at`` ends. The pattern matches at any place."""
-    found = pattern.match(text, at)
-    assert found is not None
-    return found.end()
+def _end_of_quoted(text: bytes | bytearray, at: int, *, is_all: bool) -> tuple[int, bool]:
+    """Find the end of the quoted text within which ``at`` is.
+
+    ``is_all`` is True if nothing follows ``text``.
+
+    Returns:
+        The index behind the quote that ends it, and True; or the index from which to go on when
+        more is read, and False.
+    """
+    while True:
+        doubled = _DOUBLED.match(text, at)
+        assert doubled is not None  # there may be none
+        quote = text.find(b'"', doubled.end())
+        if quote < 0:
+            return len(text), False
+        at = quote + 1
+        if at == len(text) and not is_all:  # another quote may follow
+            return quote, False
+        if text[at : at + 1] != b'"':
+            return at, True
+        at = quote

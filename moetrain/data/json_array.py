@@ -10,11 +10,13 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-_TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|["\[\]{},]', re.DOTALL)
-"""Matches a whole string, or the first quote of a string whose end is not read yet, or a bracket or
-a comma. The pattern does not backtrack (``*+``), so a string of any length is scanned once."""
-_WITHIN = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
-"""Matches the inside of a string up to its end, or to the end of the bytes that are read."""
+_TOKEN = re.compile(rb'["\[\]{},]')
+_ESCAPES = re.compile(rb'(?:[^"\\]*\\.){0,4096}', re.DOTALL)
+"""Matches the inside of a string up to its last escape, or to one of many. The number is limited
+because Python keeps a place for each. Possessive quantifiers, which do not, are wrong in
+Python 3.11.2."""
+_QUOTE = re.compile(rb'["\\]')
+"""Matches the end of a string, or the beginning of an escape."""
 _TURNS = re.compile(rb'\[\s*\{\s*"(?:role|from|content|value)"\s*:')
 """Matches the beginning of a list of turns."""
 _BLANKS = re.compile(rb"[ \n\r\t]*")
@@ -81,6 +83,11 @@ class _Scanner:
         line, depth, num_dropped, is_large = self._line, 0, 0, False
         while True:
             found = _TOKEN.search(self._held, self._at)
+            if found is not None and found[0] == b'"':
+                end, is_whole = _end_of_string(self._held, found.end())
+                if is_whole:
+                    self._at = end
+                    continue
             if found is None or found[0] == b'"':  # more has to be read
                 is_large = is_large or len(self._held) - self._start > self._most_bytes
                 if not is_large:
@@ -113,7 +120,9 @@ class _Scanner:
 
     def _pass_blanks(self) -> None:
         while True:
-            self._at = _end_of(_BLANKS, self._held, self._at)
+            blanks = _BLANKS.match(self._held, self._at)
+            assert blanks is not None  # there may be none
+            self._at = blanks.end()
             self._drop()
             if self._at < len(self._held):
                 return
@@ -123,9 +132,8 @@ class _Scanner:
         """Pass over the rest of a string without holding it. Return the number of bytes dropped."""
         num_dropped = 0
         while True:
-            self._at = _end_of(_WITHIN, self._held, self._at)
-            if self._held[self._at : self._at + 1] == b'"':
-                self._at += 1
+            self._at, is_whole = _end_of_string(self._held, self._at)
+            if is_whole:
                 return num_dropped
             num_dropped += self._drop()
             self._read_more()
@@ -145,8 +153,21 @@ class _Scanner:
         self._at, self._start = self._at - self._start, 0
 
 
-def _end_of(pattern: re.Pattern[bytes], text: bytes, at: int) -> int:
-    """Return where the match of ``pattern`` at ``at`` ends. The pattern matches at any place."""
-    found = pattern.match(text, at)
-    assert found is not None
-    return found.end()
+def _end_of_string(text: bytes, at: int) -> tuple[int, bool]:
+    """Find the end of the string within which ``at`` is.
+
+    Returns:
+        The index behind the quote that ends it, and True; or the index from which to go on when
+        more of the string is read, and False.
+    """
+    while True:
+        escapes = _ESCAPES.match(text, at)
+        assert escapes is not None  # there may be none
+        found = _QUOTE.search(text, escapes.end())
+        if found is None:
+            return len(text), False
+        if found[0] == b'"':
+            return found.end(), True
+        if found.end() == len(text):  # what is escaped is not read yet
+            return found.start(), False
+        at = found.start()

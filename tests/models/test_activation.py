@@ -170,6 +170,7 @@ def test_every_name_stands_for_ops_that_exist():
     assert routing - of_copies == {
         "moetrain::router_topk",
         "moetrain::expert_indices",
+        "moetrain::select_keys",
         "aten::sort.stable",
     }
     groups = {name: backend.saved_ops([name]) - routing for name in get_args(SavedName)}

@@ -142,7 +142,6 @@ _DEFAULTS: Fields = {
     "n_group": 1,
     "topk_group": 1,
     "first_k_dense_replace": 0,
-    "output_router_logits": False,
 }
 
 register(
