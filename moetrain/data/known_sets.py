@@ -763,9 +763,8 @@ def _is_likely_answer(key: str, value: object) -> bool:
 def _are_samples(key: str, value: object) -> bool:
     """Return whether a field is a list of objects that hold answers, such as natural_reasoning's
     ``responses``."""
-    are_objects = isinstance(value, list) and value and all(isinstance(x, dict) for x in value)
     is_named = not words_of(key).isdisjoint(_OF_SAMPLES)
-    return bool(are_objects) and is_named and not is_dialogue(value)
+    return _are_objects(value) and is_named and not is_dialogue(value)
 
 
 def _place_of_answer(key: str, value: object) -> str:
@@ -984,9 +983,11 @@ def _are_texts(value: object) -> bool:
 
 
 def _is_list_of_objects(key: str, record: Mapping[str, Any]) -> bool:
-    value = record[key]
-    are_objects = isinstance(value, list) and value and all(isinstance(x, dict) for x in value)
-    return bool(are_objects) and not are_tools(value)
+    return _are_objects(record[key]) and not are_tools(record[key])
+
+
+def _are_objects(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(x, dict) for x in value)
 
 
 def _asks(record: Mapping[str, Any]) -> bool:

@@ -317,14 +317,14 @@ def refuse_lost_answer(record: Mapping[str, Any], turns: Sequence[Any], name: st
                 "leave it out, or let a policy answer for a reward that reads it: moetrain rl"
             )
     if shown:
-        warn_of_end(name, end)
+        warn_of_end(f"`{name}` of records", end)
 
 
-def warn_of_end(name: str, end: str) -> None:
-    """Warn that the dialogues of the field ``name`` have an ``end`` that is not learned."""
+def warn_of_end(dialogues: str, end: str) -> None:
+    """Warn that some of ``dialogues`` have an ``end`` that is not learned."""
     warn_once(
         f"{end} at the end",
-        f"`{name}` of records end with a {end} that nothing answers: it is left out, and the "
+        f"{dialogues} end with a {end} that nothing answers: it is left out, and the "
         "answers before it are learned",
     )
 

@@ -538,7 +538,7 @@ def _joined(content: object) -> object:
     parts = content if isinstance(content, list) else []
     texts = [part.get("text") for part in parts if isinstance(part, dict) and "name" not in part]
     are_texts = texts and len(texts) == len(parts) and all(isinstance(text, str) for text in texts)
-    return "".join(map(str, texts)) if are_texts else content
+    return text_of({"content": content}) if are_texts else content
 
 
 def _without_thought(content: object) -> tuple[dict[str, str], object]:

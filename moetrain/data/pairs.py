@@ -371,7 +371,7 @@ def _dialogues(
     for turns in answers:
         _check(turns)
         if turns[-1].get("role") == "user" and any(map(_is_answer, turns)):
-            warn_of_end("answers", "question")
+            warn_of_end("dialogues of pairs and of single answers", "question")
     num_shared = _num_shared(answers)
     before, num_repeated = _before(record, answers, num_shared, asked)
     prompt = [*before, *answers[0][:num_shared]]
@@ -506,7 +506,7 @@ def _without_last_question(text: str) -> str:
     answers = [turn for turn in turns if turn.is_answer]
     if not answers or turns[-1].is_answer or not text[turns[-1].start :].strip():
         return text
-    warn_of_end("answers", "question")
+    warn_of_end("dialogues of pairs and of single answers", "question")
     return text[: answers[-1].end]
 
 

@@ -42,6 +42,20 @@ class PagedRows(NamedTuple):
     """int32: the keys to which each token attends, counted in its sequence; -1: none. None: it
     attends to all keys of its sequence so far."""
 
+    def places(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sequence of each of ``tokens`` tokens, and the number of tokens before it
+        there, int64 [T] each. The host does not wait."""
+        index_T = torch.arange(tokens, device=self.ends_N.device)
+        sequence_T = torch.searchsorted(self.ends_N[1:].long(), index_T, right=True)
+        return sequence_T, self.seen_N[sequence_T] + index_T - self.ends_N[sequence_T]
+
+
+def as_mask(keys_BSK: torch.Tensor, num_keys: int) -> torch.Tensor:
+    """Return bool [B, S, L]: True for the selected keys. A key of -1 is none."""
+    mask_BSL = keys_BSK.new_zeros(*keys_BSK.shape[:2], num_keys + 1, dtype=torch.bool)
+    places_BSK = keys_BSK.long().where(keys_BSK >= 0, num_keys)  # the last column is dropped
+    return mask_BSL.scatter(-1, places_BSK, True)[..., :num_keys]
+
 
 def attend_over_pages(
     q_THd: torch.Tensor,
@@ -109,8 +123,7 @@ def _with_selected(
     """
     keys_PZGd, values_PZGv = cache
     size, (tokens, topk) = keys_PZGd.shape[1], selected_TK.shape
-    index_T = torch.arange(tokens, device=q_THd.device)
-    sequence_T = torch.searchsorted(rows.ends_N[1:].long(), index_T, right=True)
+    sequence_T, place_T = rows.places(tokens)
     width = topk * (keys_PZGd[0, 0].numel() + values_PZGv[0, 0].numel())
     block, out = max(1, _GATHERED // width), []
     for start in range(0, tokens, block):
@@ -131,8 +144,6 @@ def _with_selected(
             enable_gqa=q_THd.shape[1] != k_tHKd.shape[1],
         )
         out.append(out_tH1v[:, :, 0])
-    # The index of a token in its sequence is the number of tokens before it.
-    place_T = rows.seen_N[sequence_T] + index_T - rows.ends_N[sequence_T]
     return torch.where((place_T < topk)[:, None, None], whole_THv, torch.cat(out))
 
 
@@ -161,11 +172,8 @@ def _attend_by_lengths(
         if window is not None:
             visible_QL &= distance_QL < window
         if rows.selected_TK is not None:
-            selected_NQK = rows.selected_TK[at_NQ]
-            visible_NQL = visible_QL.new_zeros(*at_NQ.shape, length + 1)
-            places_NQK = selected_NQK.long().where(selected_NQK >= 0, length)
-            visible_NQL.scatter_(-1, places_NQK, True)
-            visible_QL = visible_QL & visible_NQL[:, None, :, :length]
+            selected_NQL = as_mask(rows.selected_TK[at_NQ], length)
+            visible_QL = visible_QL & selected_NQL[:, None]
         q, k, v = (x.transpose(1, 2) for x in (q_THd[at_NQ], *past))
         if sinks_H is not None:
             out_NHQv = dense_attention_with_sinks(q, k, v, visible_QL, sinks_H, scale)

@@ -162,8 +162,9 @@ def _differentiate(ctx: OpContext, dy_Thd: torch.Tensor) -> tuple[object, ...]:
         dy <- r (dy - r^2 y (y . dy))     ds = dy silu'(s)     dx_t = sum_b f_b ds_(t + b)
     """
     x_TC, filters_C1J, bias_C, place_T = ctx.saved_tensors
-    how = (ctx.width, ctx.normalised, bias_C, ctx.activated)
-    one = Convolution(x_TC, filters_C1J, *how)
+    one = Convolution(
+        x_TC, filters_C1J, ctx.width, ctx.normalised, bias_C=bias_C, activated=ctx.activated
+    )
     # Recompute the sums.
     inputs_TC = _earlier(one, place_T)
     s_TC = _sums(inputs_TC, one)

@@ -342,6 +342,13 @@ class Launch(NamedTuple):
     columns: int = 0
     """Columns of V, or in the inputs' gradients of K, that a program takes."""
 
+    def stages_that_fit(self, dtype: torch.dtype) -> int:
+        """Return the stages of a kernel that walks over chunks.
+
+        Three stages of fp32 tiles do not fit into a multiprocessor's shared memory.
+        """
+        return min(self.stages, 8 // dtype.itemsize)
+
 
 # The fastest on one H100, bf16, K = V = 128. With one stage Triton 3.6 miscompiles the kernels that
 # walk over chunks (states are wrong by their own size); with two and more it does not.
@@ -558,8 +565,7 @@ def gated_delta_gradients_op(
         CHANNELS=False,
         BV=columns,
         num_warps=_STATE_GRADS.warps,
-        # Three stages of fp32 tiles do not fit into a multiprocessor's shared memory.
-        num_stages=min(_STATE_GRADS.stages, 8 // k_TQK.element_size()),
+        num_stages=_STATE_GRADS.stages_that_fit(k_TQK.dtype),
     )
     # 4. The inputs' gradients. Each part of K has a share of the gates' gradients.
     dq_THK, dk_THK = k_TQK.new_empty(T, H, K), k_TQK.new_empty(T, H, K)

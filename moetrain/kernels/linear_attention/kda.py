@@ -346,17 +346,9 @@ def _states(
         DELTA=True,
         CHANNELS=True,
         num_warps=_STATES.warps,
-        num_stages=_fitting(_STATES, k_THK),
+        num_stages=_STATES.stages_that_fit(k_THK.dtype),
     )
     return new_THV, states_CHKV
-
-
-def _fitting(settings: Launch, k_THK: torch.Tensor) -> int:
-    """Return the stages of a kernel that walks over chunks.
-
-    Three stages of fp32 tiles do not fit into a multiprocessor's shared memory.
-    """
-    return min(settings.stages, 8 // k_THK.element_size())
 
 
 @torch.library.custom_op("moetrain::kda_gradients", mutates_args=())
@@ -421,7 +413,7 @@ def kda_gradients_op(
         CHANNELS=True,
         BV=columns,
         num_warps=_STATE_GRADS.warps,
-        num_stages=_fitting(_STATE_GRADS, k_THK),
+        num_stages=_STATE_GRADS.stages_that_fit(k_THK.dtype),
     )
     # 4. The inputs' gradients. Each part of K has a share of beta's.
     columns = min(_INPUTS.columns, K)

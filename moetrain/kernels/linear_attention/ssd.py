@@ -316,8 +316,7 @@ def ssd_gradients_op(
         CHANNELS=False,
         BV=columns,
         num_warps=_STATE_GRADS.warps,
-        # Three stages of fp32 tiles do not fit into a multiprocessor's shared memory.
-        num_stages=min(_STATE_GRADS.stages, 8 // k_TQK.element_size()),
+        num_stages=_STATE_GRADS.stages_that_fit(k_TQK.dtype),
     )
     # 4. Compute the other inputs' gradients. Each part of K has a share of the sums' gradients.
     dq_THK, dk_THK = k_TQK.new_empty(T, H, K), k_TQK.new_empty(T, H, K)

@@ -55,13 +55,15 @@ class SparseDecoder(V3Decoder):
         return self.indexer_layers[layer] if self.indexer_layers else True
 
     def attention(self, layer: int) -> AttentionPart:
-        own = {"has_indexer": self.has_indexer(layer), "indexer_learns": True}
-        return SparseLatentAttention.of(self, window=None, **own)
+        return SparseLatentAttention.of(
+            self, window=None, has_indexer=self.has_indexer(layer), indexer_learns=True
+        )
 
     def multi_token_layers(self) -> tuple[tuple[Part, ...], ...]:
-        kind = {"has_indexer": True, "indexer_learns": False}
-        own = SparseLatentAttention.of(self, window=None, **kind)
-        return tuple((own, *parts[1:]) for parts in super().multi_token_layers())
+        attention = SparseLatentAttention.of(
+            self, window=None, has_indexer=True, indexer_learns=False
+        )
+        return tuple((attention, *others) for _, *others in super().multi_token_layers())
 
 
 def read_sparse_layers(config: ConfigJson) -> Fields:

@@ -6,7 +6,7 @@ files the dense layers' tensors lie under ``mlp``, and in those that transformer
 ``block_sparse_moe``, as the experts'. Layers are numbered from 1 in ``linear_attn_config``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -200,6 +200,24 @@ _MODULES = renamed(
 
 # ---- family ------------------------------------------------------------------------------------
 
+DELTA_FIELDS: Mapping[str, str] = {
+    **LATENT_FIELDS,
+    "max_positions": "model_max_length",
+    "num_experts_per_token": "num_experts_per_token",
+    "norm_topk_prob": "moe_renormalize",
+    "num_expert_groups": "num_expert_group",
+    "topk_expert_groups": "topk_group",
+    "routed_scaling_factor": "routed_scaling_factor",
+}
+"""The keys of config.json by field, without those of linear attention."""
+DELTA_ALIASES: Mapping[str, str] = {
+    "max_position_embeddings": "model_max_length",
+    "num_local_experts": "num_experts",
+    "num_experts_per_tok": "num_experts_per_token",
+    "n_shared_experts": _SHARED,
+    "norm_topk_prob": "moe_renormalize",
+    "n_group": "num_expert_group",
+}
 _FIXED: Fields = {**SIGMOID_ROUTER, "head_dim": 0, "partial_rotary_factor": 0.0}
 register(
     Family(
@@ -242,26 +260,13 @@ register(
         modules=_MODULES,
         lora_layout="fused",  # PEFT does not convert the names of this type's experts
         fields={
-            **LATENT_FIELDS,
-            "max_positions": "model_max_length",
-            "num_experts_per_token": "num_experts_per_token",
-            "norm_topk_prob": "moe_renormalize",
-            "num_expert_groups": "num_expert_group",
-            "topk_expert_groups": "topk_group",
-            "routed_scaling_factor": "routed_scaling_factor",
+            **DELTA_FIELDS,
             "linear_num_value_heads": "linear_num_heads",
             "linear_key_head_dim": "linear_head_dim",
             "linear_conv_kernel_dim": "linear_conv_kernel_dim",
         },
         fixed=_FIXED,
-        aliases={
-            "max_position_embeddings": "model_max_length",
-            "num_local_experts": "num_experts",
-            "num_experts_per_tok": "num_experts_per_token",
-            "n_shared_experts": _SHARED,
-            "norm_topk_prob": "moe_renormalize",
-            "n_group": "num_expert_group",
-        },
+        aliases=DELTA_ALIASES,
         nullable={
             "q_lora_rank": int,
             "mlp_layer_types": list,

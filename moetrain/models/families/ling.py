@@ -15,8 +15,10 @@ from pydantic import Field
 
 from moetrain.models.architecture import Architecture, ConfigJson, Fields
 from moetrain.models.decoders import COMMON_DEFAULTS, moe_block, renamed
-from moetrain.models.families.deepseek import LATENT_FIELDS, LATENT_MAP
+from moetrain.models.families.deepseek import LATENT_MAP
 from moetrain.models.families.kimi_linear import (
+    DELTA_ALIASES,
+    DELTA_FIELDS,
     DELTA_NAMES,
     LINEAR,
     DeltaDecoder,
@@ -175,24 +177,11 @@ register(
         modules=renamed(_MODEL, _in_memory),
         lora_layout="fused",  # PEFT does not convert the names of this type's experts
         fields={
-            **LATENT_FIELDS,
-            "max_positions": "model_max_length",
-            "num_experts_per_token": "num_experts_per_token",
-            "norm_topk_prob": "moe_renormalize",
-            "num_expert_groups": "num_expert_group",
-            "topk_expert_groups": "topk_group",
-            "routed_scaling_factor": "routed_scaling_factor",
+            **DELTA_FIELDS,
             "linear_conv_kernel_dim": "short_conv_kernel_size",
         },
         fixed=_FIXED,
-        aliases={
-            "max_position_embeddings": "model_max_length",
-            "num_local_experts": "num_experts",
-            "num_experts_per_tok": "num_experts_per_token",
-            "n_shared_experts": _SHARED,
-            "norm_topk_prob": "moe_renormalize",
-            "n_group": "num_expert_group",
-        },
+        aliases=DELTA_ALIASES,
         nullable={"q_lora_rank": int, "mlp_layer_types": list, "layer_types": list},
         read_layers=_read_layers,
         write_layers=_write_layers,

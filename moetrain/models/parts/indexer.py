@@ -86,7 +86,11 @@ class _KeyNorm(nn.Module):
 
 @dataclass(frozen=True)
 class Indexed:
-    """What the indexer computes of each token; keys may be those of more tokens than queries."""
+    """The queries, keys and weights of an indexer.
+
+    There may be more keys than queries: under context parallelism, and in pages, keys are those of
+    all tokens.
+    """
 
     q_BShd: torch.Tensor
     k_BLd: torch.Tensor
@@ -217,16 +221,14 @@ def select_in_pages(
     if longest <= topk:
         return None
     # 1. Find each token's sequence and its place in it.
-    index_T = torch.arange(indexed.q_BShd.shape[1], device=device)
-    sequence_T = torch.searchsorted(rows.ends_N[1:].long(), index_T, right=True)
-    place_T = rows.seen_N[sequence_T] + index_T - rows.ends_N[sequence_T]
+    sequence_T, place_T = rows.places(indexed.q_BShd.shape[1])
     seen_T2 = torch.stack((torch.zeros_like(place_T), place_T), dim=-1)
     # 2. Gather the keys of some tokens' sequences, and select among them.
     num_pages = -(-longest // keys_PZd.shape[1])
     width = num_pages * keys_PZd[0].numel()
     block = max(1, _BLOCK_SCORES // width)
     found: list[torch.Tensor] = []
-    for start in range(0, len(index_T), block):
+    for start in range(0, len(place_T), block):
         own = slice(start, start + block)
         pages_tM = rows.pages_NM[sequence_T[own], :num_pages].long().clamp(min=0)
         some = Indexed(
@@ -236,10 +238,3 @@ def select_in_pages(
         )
         found.append(select_keys(some, seen_T2[own, None], topk)[:, 0])
     return torch.cat(found)[None]
-
-
-def as_mask(keys_BSK: torch.Tensor, num_keys: int) -> torch.Tensor:
-    """Return bool [B, S, L]: True for the selected keys."""
-    mask_BSL = keys_BSK.new_zeros(*keys_BSK.shape[:2], num_keys + 1, dtype=torch.bool)
-    places_BSK = keys_BSK.long().where(keys_BSK >= 0, num_keys)  # the last column is dropped
-    return mask_BSL.scatter(-1, places_BSK, True)[..., :num_keys]

@@ -24,7 +24,7 @@ import torch
 
 from moetrain.config import KernelsSection, MoeSection
 from moetrain.kernels.attention.attention import AttentionMask
-from moetrain.kernels.attention.paged import PagedRows
+from moetrain.kernels.attention.paged import PagedRows, as_mask
 from moetrain.models.architecture import Weight, Workload, linear
 from moetrain.models.generation import Caches, LayerCache, SeveralCaches
 from moetrain.models.layers import Context, Selection, SelectsKeys
@@ -32,7 +32,6 @@ from moetrain.models.parts.indexer import (
     Indexed,
     Indexer,
     IndexerSizes,
-    as_mask,
     select_in_pages,
     select_keys,
 )

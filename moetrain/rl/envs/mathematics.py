@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 _MARKS = re.compile(r"\$|\\boxed|\\\(|\\\[|####|<<|\S\s*\n\s*\S")
-"""What shows that a text is more than one expression."""
+"""Matches what no single expression has: marks around a value, and several lines."""
 _COMMANDS = re.compile(r"\\(?:text|textbf|mathrm|mbox)\{[^{}]*\}|\\[A-Za-z]+")
 _WORD = re.compile(
     r"(?!(?:sin|cos|tan|cot|sec|csc|log|exp|max|min|mod|sqrt|inf|gcd|lcm)\b)[A-Za-z]{3,}"

@@ -396,7 +396,8 @@ def _kda_cost(case: Case) -> tuple[Cost, Cost]:
     T, H, K = sum(case["lengths"]), case["H"], case["K"]
     V = case.get("V", K)
     read = T * H * (2 * (2 * K + V) + 4 * K + 4)
-    # Those of the gated delta rule: the levels' products in excess of two are not counted.
+    # The products of the gated delta rule. It takes one product for A and one for B, which take
+    # one for each of six levels here. The others are not counted.
     products = T * H * (2 * CHUNK * K + CHUNK * (K + V) + 3 * K * V + CHUNK * V)
     forward = Cost(read + 2 * T * H * V, 2.0 * products)
     return forward, Cost(2 * read + 2 * T * H * V, 5.0 * products)

@@ -8,9 +8,10 @@ import torch
 from torch.nn.functional import layer_norm
 
 from moetrain.config import Config, ConfigError
+from moetrain.kernels.attention.paged import as_mask
 from moetrain.models.layers import Selection
 from moetrain.models.parts import indexer_loss
-from moetrain.models.parts.indexer import Indexed, as_mask, index_scores, select_keys, visible_keys
+from moetrain.models.parts.indexer import Indexed, index_scores, select_keys, visible_keys
 from moetrain.models.parts.indexer_loss import attention_weights, divergence
 from moetrain.models.transformer import Inputs, Transformer, plan_model
 from moetrain.train.loop import Trainer

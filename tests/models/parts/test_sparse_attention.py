@@ -12,13 +12,13 @@ from moetrain.config import Config, ConfigError, KernelsSection, LoraSection, Mo
 from moetrain.generate.engine import Generator
 from moetrain.generate.request import Request, SamplingParams
 from moetrain.kernels.attention import paged
-from moetrain.kernels.attention.paged import PagedRows
+from moetrain.kernels.attention.paged import PagedRows, as_mask
 from moetrain.models.families import FAMILIES, PRESETS
 from moetrain.models.hf.config import architecture_from_hf, exported_config
 from moetrain.models.hf.load import load_hf
 from moetrain.models.layers import Selection
 from moetrain.models.parts import sparse_attention
-from moetrain.models.parts.indexer import Indexed, as_mask, index_scores, select_keys, visible_keys
+from moetrain.models.parts.indexer import Indexed, index_scores, select_keys, visible_keys
 from moetrain.models.parts.lora import adaptable, add_adapters
 from moetrain.models.transformer import Inputs, Transformer, compile_blocks, plan_model
 from moetrain.parallel.mesh import ParallelDims
@@ -319,7 +319,7 @@ def test_published_models_have_these_indexers(preset, indexers):
 
 
 def test_products_are_those_of_the_selected_keys():
-    """Of a row of 8192 tokens, an average token sees 4096 keys, and selects fewer than 2048."""
+    """In a row of 8192 tokens a token sees 4096 keys on average, and attends to 2048 at most."""
     part = PRESETS["deepseek-v3.2"].attention(0)
     matrices = part.num_params() - 1536 - 512 - 2 * 128  # without norms
     kept = 2048 * (1 - 2048 / (2 * 8192))
