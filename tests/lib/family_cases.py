@@ -1042,6 +1042,7 @@ def architecture_of(case, **changes):
     arch = architecture_from_hf(config.to_dict())
     if case not in ROUTED_CASES:
         changes.pop("num_experts", None)
+    assert changes.keys() <= type(arch).model_fields.keys()  # model_copy takes any name
     return arch.model_copy(update=changes)
 
 

@@ -501,7 +501,7 @@ def test_sparse_attention_on_a_gpu_is_that_of_a_cpu(case, is_compiled):
 @torch.no_grad()
 def test_generation_on_a_gpu_has_the_log_probabilities_of_training(case):
     """In bf16, of prompts that are shorter and longer than what is selected."""
-    arch = architecture_of(case, **WIDE)
+    arch = architecture_of(case, **WIDE, max_positions=128)
     with torch.device("cuda"):
         model, trained = (Transformer(arch).bfloat16() for _ in range(2))
     model.init_weights(std=0.1, seed=0)
