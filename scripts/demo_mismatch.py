@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import signal
 import statistics
@@ -121,13 +122,17 @@ def reward(model: Path, way: str, seed: int, words: argparse.Namespace) -> None:
     print(f"\n$ python -m moetrain.rl --model.path {model} {' '.join(text)}", flush=True)
     to.mkdir(parents=True, exist_ok=True)
     with (to / "log.txt").open("w") as log:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True
+        )
         try:
-            code = process.wait(words.seconds)
+            end = f"exit code {process.wait(words.seconds)}"
         except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGTERM)  # the run ends after the step under way
-            code = process.wait()
-    print(f"{way}, seed {seed}: exit code {code}", flush=True)
+            # A signal to stop would write a checkpoint. Metrics are written at each step.
+            os.killpg(process.pid, signal.SIGKILL)
+            end = f"{words.seconds:.0f} s are over"
+            process.wait()
+    print(f"{way}, seed {seed}: {end}", flush=True)
 
 
 # ---- figures -------------------------------------------------------------------------------------
