@@ -200,11 +200,12 @@ class DataSection(Section):
     subset: str | None = None
     """Subset (configuration) to read of a data set on the hub; unset: its default subset."""
     format: Literal[
-        "auto", "messages", "sharegpt", "preference", "completion", "alpaca", "text"
+        "auto", "messages", "sharegpt", "preference", "completion", "alpaca", "segments", "text"
     ] = "auto"
     """Format of the records. messages: chats; sharegpt: chats in `conversations`; preference: pairs
     of `chosen` and `rejected`; completion: pairs of `prompt` and `completion`; alpaca: pairs of
-    `instruction` and `output`; text: plain text in data.text_field; auto: the fields of each record
+    `instruction` and `output`; segments: texts with a `label` that says whether each is learned;
+    text: plain text in data.text_field; auto: the fields of each record
     decide."""
     train_on: Literal["all", "completion", "last"] = "all"
     """Turns of the assistant that the model learns. all: all of them; completion: those after the

@@ -57,7 +57,7 @@ from moetrain.data.warned import noted, warn_once
 
 _T = TypeVar("_T")
 
-_FORMAT = 17
+_FORMAT = 18
 """Part of every key. Raise it when the files, or the way tokens are made, change."""
 
 _FILES = ("tokens.bin", "documents.bin", "targets.bin", "masked.bin", "labels.bin", "margins.bin")
@@ -484,9 +484,9 @@ def encoded(
             ids_T = np.append(ids_T, np.array([tokenizer.eos_id] * lacks_eos, np.uint32))
             if document.loss_spans is not None:
                 masked_T = _masked(encoded.offsets(), document.loss_spans)
-                # EOS has loss if any token of the document has loss, or if an answer is empty.
+                # EOS has loss if the last token has loss, or if an answer is empty.
                 around = len(bos_T), int(lacks_eos)
-                of_eos = 0 if ends_at_once else masked_T.min(initial=1)
+                of_eos = 0 if ends_at_once else masked_T[-1:].min(initial=1)
                 masked_T = np.pad(masked_T, around, constant_values=(1, of_eos))
             is_start = document.is_end
             yield document, ids_T, masked_T

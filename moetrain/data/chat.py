@@ -18,10 +18,11 @@ import pickle
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache, partial
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
@@ -49,7 +50,7 @@ from moetrain.data.messages import (
     result_without_call,
     text_of,
     undeclared_call,
-    unknown_role,
+    unknown_roles,
     without_tags,
     words_of,
 )
@@ -275,11 +276,15 @@ class ChatTemplate:
                 "leave such records out, or let a policy answer them for a reward: moetrain rl "
             )
             remedy += "reads `messages` from rl.prompts"
-            if (role := unknown_role(turns)) is not None:
+            if roles := unknown_roles(turns):
+                names = ", ".join(map(repr, roles))
+                said_of = f"its roles {names} are" if len(roles) > 1 else f"its role {names} is"
                 remedy = (
-                    f"its role {role!r} is not known: write assistant in place of the role that "
+                    f"{said_of} not known: write assistant in place of the role that is to be "
+                    "learned, tool in place of that of a tool's results, and user in place of "
+                    "that of questions; thoughts are `reasoning_content` and calls `tool_calls` "
+                    "of the assistant's turn"
                 )
-                remedy += "is to be learned, and user in place of others"
             raise BadLineError(f"{said}: {shortened(messages)}; {remedy}")
         if strict:
             self._check_turns(turns, learned, variables)
@@ -317,8 +322,7 @@ class ChatTemplate:
                 f"{given!r}: they are shown as they are; write the call as `tool_calls` of the "
                 "turn before them",
             )
-        role = unknown_role(turns)
-        if role is not None:
+        for role in unknown_roles(turns)[:1]:
             _warn_of_role(role)
         if begins_with_system(turns):
             warn_once(
@@ -387,7 +391,8 @@ class ChatTemplate:
             for i in learned
             for size, is_prompt in ((i, True), (i + 1, False))
         ]
-        texts = self._rendered(turns, variables, views)
+        first = [self._first_prompt(turns[0], variables)] if learned[0] == 0 else []
+        texts = chain(first, self._rendered(turns, variables, views[len(first) :]))
         for i in learned:
             prompt, text = next(texts), next(texts)
             start, text = self._learned_from(prompt, text, turns[: i + 1], variables)
@@ -405,6 +410,30 @@ class ChatTemplate:
             spans = documents.pop().spans if goes_on else []
             documents.append(Rendered(text, [*spans, (start, len(text))]))
         return documents
+
+    def _first_prompt(self, turn: Message, variables: Mapping[str, Any]) -> str:
+        """Return the text that the model continues where ``turn``, an answer, is the first one.
+
+        It is the generation prompt of a conversation without turns. Qwen3's template reads the
+        first message, and cannot render that. Then the prompt behind a question tells how an answer
+        begins.
+
+        Raises BadLineError: the template fails, or begins such an answer otherwise.
+        """
+        with suppress(BadLineError):
+            return next(self._rendered([], variables, [View(0, add_generation_prompt=True)]))
+        (text,) = self._rendered([turn], variables, [View(1, add_generation_prompt=False)])
+        asked: list[Message] = [{"role": "user", "content": _MARK}]
+        views = [View(1, add_generation_prompt=opens) for opens in (False, True)]
+        ended, opened = self._rendered(asked, variables, views)
+        opens = opened.removeprefix(ended)
+        opening = _OPENING.search(opens)
+        head = opens[: opening.start()] if opening is not None and opening[0].strip() else opens
+        before, found, _ = text.partition(head)
+        if not head.strip() or not found or _MARK in opens:
+            said = "messages[0] is the assistant's, and the chat template does not tell where it "
+            raise BadLineError(f"{said}begins; begin with the user's turn, or leave it out")
+        return before + opens
 
     @property
     def turn_ends(self) -> TurnEnds:

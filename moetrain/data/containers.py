@@ -34,7 +34,7 @@ from moetrain.config import ConfigError, logger
 from moetrain.config.sources import FILE_KINDS, FileKind, begins_as, shortened
 from moetrain.data.csv_rows import CsvRow, cells, csv_rows
 from moetrain.data.json_array import array_elements, is_array
-from moetrain.data.messages import BadLineError
+from moetrain.data.messages import TO_UTF8, BadLineError
 from moetrain.data.parquet_pages import group_size
 from moetrain.data.tools import TABLED, without_nulls
 
@@ -128,7 +128,7 @@ class Raw(NamedTuple):
         except (ValueError, RecursionError) as error:
             said, remedy = getattr(error, "msg", str(error)), OBJECTS
             if isinstance(error, UnicodeDecodeError):
-                remedy = "write the file as UTF-8"
+                remedy = TO_UTF8
             elif isinstance(error, json.JSONDecodeError) and _goes_on(error):
                 said = "an object or a list that does not end in its line"
                 remedy += "; of a file that is one object, write the list of its records so"

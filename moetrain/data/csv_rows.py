@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from moetrain.data.messages import BadLineError
+from moetrain.data.messages import TO_UTF8, BadLineError
 
 _DOUBLED = re.compile(rb'(?:[^"]*""){0,4096}')
 """Matches the inside of a quoted cell up to its last quote, or to one of many. Their number is
@@ -186,7 +186,7 @@ class _Scanner:
             line = self._line + self._held.count(b"\n", self._start)
             line += more.count(b"\n", 0, num_good)
             byte = f"byte 0x{error.object[error.start]:02x} is not UTF-8: {error.reason}"
-            raise BadLineError(f"{line}: {byte}; write the file as UTF-8") from None
+            raise BadLineError(f"{line}: {byte}; {TO_UTF8}") from None
         self._held += more
 
 

@@ -12,7 +12,7 @@ Left out on purpose: records that differ from the published records of their set
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -154,6 +154,10 @@ _ASKED_IN_RECORDS = ("input", "question", "query", "problem", "inputs", "prompt"
 """Names of a question in a list of records, the likeliest first."""
 _OF_EXAMPLES = {"example", "examples", "negative", "demonstration", "demonstrations"}
 """Words in the names of lists of records that only show what is meant."""
+_WHO = {"role", "author", "from", "sender", "speaker", "user"}
+"""Words in the names of who said a turn."""
+_WHAT = {"content", "body", "text", "message", "value", "parts"}
+"""Words in the names of what was said in a turn."""
 _ASKING = {"prompt", "question", "query", "instruction", "problem", "user", "input"}
 _OF_SAMPLES = {"responses", "answers", "completions", "generations", "solutions", "outputs"}
 """Words in the names of lists of answers."""
@@ -505,6 +509,7 @@ def remedy_for(
     return (
         _remedy_for_response(record, reads_labels)
         or _remedy_for_records(record)
+        or _remedy_for_tree(record)
         or (None if _asked(record) else _remedy_for_texts(record))
         or _remedy_for_objects(record)
         or _remedy_for_question(record)
@@ -530,13 +535,6 @@ def _remedy_for_steps(
         return (
             "`translation` has a text for each language; write what is asked, with one of them, as "
             "`instruction` and the other as `output`"
-        )
-    pieces = record.get("segments")
-    if isinstance(pieces, list) and pieces and isinstance(pieces[0], dict) and "label" in pieces[0]:
-        return (
-            "`segments` are pieces of a text with a mask each (axolotl's input_output), which are "
-            "not read; write a beginning that is not learned as `prompt` and the rest as "
-            '`completion`, or turns as `messages`, with "weight": 0 on answers not to be learned'
         )
     for key, run in record.items():
         first = run[0] if isinstance(run, list) and run and isinstance(run[0], dict) else {}
@@ -870,11 +868,35 @@ def _remedy_for_turns(record: Mapping[str, Any]) -> str | None:
     if (said := _remedy_for_texts(record)) is not None:
         return said
     lists = [key for key in record if _is_list_of_objects(key, record)]
-    for key in sorted(lists, key=lambda key: not words_of(key).isdisjoint(_OF_EXAMPLES)):
+    for key in sorted(lists, key=lambda key: _unlike_turns(key, record[key])):
         if not describes(key, record[key]):
             return (
                 f"if `{key}` is a dialogue, write its turns as `messages`, each with `role` and "
                 "`content`; if it holds the records, write each of them as a line"
+            )
+    return None
+
+
+def _unlike_turns(key: str, objects: Sequence[Mapping[str, Any]]) -> tuple[bool, bool]:
+    """Return a key that sorts a list of objects which may be turns before others.
+
+    Zendesk's tickets have ``comments`` of an author and a body beside ``custom_fields``.
+    """
+    names = {word for name in objects[0] for word in words_of(name)}
+    has_both = not names.isdisjoint(_WHO) and not names.isdisjoint(_WHAT)
+    return not words_of(key).isdisjoint(_OF_EXAMPLES), not has_both
+
+
+def _remedy_for_tree(record: Mapping[str, Any]) -> str | None:
+    """Return the advice for a record whose turns are the nodes of a tree: ChatGPT's export."""
+    for key, value in record.items():
+        nodes = [*value.values()] if isinstance(value, dict) else []
+        if nodes and all(isinstance(x, dict) and {"parent", "message"} <= x.keys() for x in nodes):
+            last = "`current_node`" if "current_node" in record else "its last answer"
+            return (
+                f"`{key}` is a tree of messages, of which one branch is the dialogue; follow "
+                f"`parent` from {last} to the root, and write the messages of this branch in order "
+                "as `messages`, each with `role` and the text as `content`"
             )
     return None
 

@@ -355,7 +355,9 @@ def _divided(cache: TokenCache, source: Source, data: DataSection) -> tuple[Data
         remedy = f"lower data.seq_len to {len(cache.tokens) // 2}, {remedy}"
     elif total > 1:  # on one side, rows end before the answers begin
         longest = _longest(cache, _rows(cache, data, 0))
-        if longest > data.seq_len:
+        wider = data.model_copy(update={"seq_len": longest})
+        sides = (_rows(cache, wider, 0, border), _rows(cache, wider, border))
+        if longest > data.seq_len and all(map(len, sides)):
             remedy = f"raise data.seq_len to {longest}, {remedy}"
     raise ConfigError(
         "data.eval_fraction",

@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from moetrain.config.sources import shortened
+from moetrain.data.characters import HALF
 from moetrain.data.documents import Document
 from moetrain.data.messages import (
     REASONING,
@@ -78,8 +79,6 @@ _ANSWERS_OF = {
 """Fields with answers that a form reads itself."""
 _BY_ALL = {"messages", "conversations", "system", "tools"}
 """Fields that are read, or compared with what is read, in all forms."""
-_HALF = re.compile("[\ud800-\udfff]")
-"""Matches half of a character, a surrogate without the other one."""
 _OF_NUMBERS = {"label", "kto_tag", "margin"}
 """Fields, beside masks and weights, whose numbers and truth values are read. In CSV these are
 texts."""
@@ -234,7 +233,7 @@ def unread_fields(record: Mapping[str, Any], documents: Sequence[Document], form
         and not describes(key, value)
         and not (_is_of_numbers(key) and not isinstance(value_in(value), str))
         # The longest: short ones, such as the roles of turns, are in other texts by chance.
-        and not is_said(_HALF.sub("\ufffd", _longest(value)), shown)
+        and not is_said(HALF.sub("\ufffd", _longest(value)), shown)
     ]
 
 
@@ -250,24 +249,6 @@ def _longest(value: object) -> str:
 def _said_in(value: object) -> Iterator[str]:
     """Yield the texts in a value, without those that are the name of a role."""
     return (text for text in _texts_in(value) if not is_role(text))
-
-
-def with_whole_characters(text: str) -> str:
-    """Return ``text`` with U+FFFD in place of each half of a character. Warn once if there is any.
-
-    JSON can spell lone surrogates, which a cut between two UTF-16 units leaves. No tokenizer takes
-    them.
-    """
-    half = _HALF.search(text)
-    if half is None:
-        return text
-    warn_once(
-        "halves of characters",
-        "texts of records have halves of characters, which become U+FFFD: "
-        f"{shortened(text[max(0, half.start() - 20) : half.end() + 20])}; a program that cut the "
-        "text within a character, such as an emoji, left them",
-    )
-    return _HALF.sub("\ufffd", text)
 
 
 def _parsed(value: object) -> object:
@@ -407,6 +388,8 @@ def _texts_to_show(
     """Return the texts of the field ``key`` that a document of the record has to show."""
     name, is_pair = key.lower(), form == "preference"
     if is_pair and name == "rationale":  # it is the judge's, about both answers
+        return []
+    if not is_pair and "rejected" in words_of(key):  # it is not to be learned
         return []
     if thoughts := thoughts_of_field(key, value):
         return thoughts
@@ -591,7 +574,9 @@ def is_score(key: str, value: object) -> bool:
     """Return whether a field has a score of the answer."""
     words = words_of(key)
     is_named = not words.isdisjoint(_OF_SCORES) and words.isdisjoint(_OF_PROMPTS | {"difficulty"})
-    return is_named and _has_number(value)
+    # Zendesk's satisfaction_rating is an object whose score is a word.
+    is_bad = any(text.strip().lower() in _BAD for text in _texts_in(value))
+    return is_named and (_has_number(value) or is_bad)
 
 
 def _has_number(value: object) -> bool:

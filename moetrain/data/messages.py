@@ -93,6 +93,9 @@ MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 """Names of fields with pictures, films or sounds, beside messages and in them."""
 _PLACES = {"path", "paths", "file", "files"}
 """Words that name the place of a picture, a film or a sound, as in ``image_path``."""
+_OF_FILES = [{"inline", "data"}, {"file", "data"}, {"file"}, {"input", "file"}, {"document"}]
+"""The words in names of parts of ``content`` with a file, perhaps a picture: Gemini's
+``inlineData``, OpenAI's ``input_file``."""
 _PARTS_OF_CALLS = ("tool_use", "toolUse", "functionCall")
 _ELSEWHERE = {
     "thinking": ", and thoughts as `reasoning_content`",
@@ -147,6 +150,10 @@ class BadLineError(Exception):
         super().__init__(problem)
         self.field, self.kind = field, kind
 
+
+TO_UTF8 = "write the file as UTF-8 (from Windows-1252: iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW)"
+"""The remedy for bytes that are not UTF-8. Windows-1252 has all letters of Latin-1, and in place of
+its control characters the euro sign, dashes and typographic quotes."""
 
 _TURNS = re.compile(r"\s*(?:\[\s*)?\{\s*[\"\[\w]")
 """Matches the beginning of a text that may be the JSON of messages."""
@@ -811,6 +818,9 @@ def _read_part(part: object, where: str) -> dict[str, Any]:
     if not isinstance(part, dict) or not isinstance(part.get("text"), str):
         said = f"{where}.content has a part that is no text: {shortened(part)}"
         names = [str(part.get("type")), *part] if isinstance(part, dict) else []
+        is_file = any(words_of(name) in _OF_FILES for name in names)
+        if is_file or not frozenset().union(*map(words_of, names)).isdisjoint(MEDIA):
+            raise BadLineError(f"{said}; leave such records out: the answer is about it")
         also = next((_ELSEWHERE[name] for name in names if name in _ELSEWHERE), "")
         raise BadLineError(f"{said}; give texts alone{also}")
     return {"type": "text", "text": part["text"]}
@@ -977,9 +987,10 @@ def without_tags(turn: Message) -> Message:
     return turn if found is None else {**turn, "content": found[1]}
 
 
-def unknown_role(turns: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the first role in ``turns`` that is not OpenAI's. None: there is none."""
-    return next((turn["role"] for turn in turns if turn["role"] not in _ROLES.values()), None)
+def unknown_roles(turns: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the roles in ``turns`` that are not OpenAI's, in the order in which they come."""
+    roles = dict.fromkeys(turn["role"] for turn in turns)
+    return [role for role in roles if role not in _ROLES.values()]
 
 
 def begins_with_system(turns: Sequence[Mapping[str, Any]]) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self, cast
 
 from moetrain.config import ConfigError, DataSection
 from moetrain.config.sources import shortened
+from moetrain.data.characters import with_whole_characters
 from moetrain.data.chat import ChatTemplate
 from moetrain.data.containers import OBJECTS
 from moetrain.data.documents import Document
@@ -28,7 +29,6 @@ from moetrain.data.lost import (
     unread_fields,
     warn_of_parent,
     warn_of_tie,
-    with_whole_characters,
 )
 from moetrain.data.messages import (
     BadLineError,
@@ -41,6 +41,7 @@ from moetrain.data.messages import (
     role_of,
     shows_pythons_turns,
     text_of,
+    truth_of,
     turns_in,
     value_in,
     weight_of,
@@ -218,7 +219,7 @@ class RecordReader:
         if is_pair and (self.reads_pairs or not has_answer(record)):
             return "preference"
         for name in _FORMS:
-            if fields.issuperset(self._needed(name)):
+            if fields.issuperset(self._needed(name)) and _FORMS[name].takes(record):
                 return name
         known = ", ".join(f"{name} ({', '.join(self._needed(name))})" for name in _FORMS)
         remedy = remedy_for(record, reads_labels=self.reads_labels) or self._nearest(record)
@@ -233,7 +234,9 @@ class RecordReader:
         """Describe the form that is nearest to ``record``, and the fields that are missing."""
         likeness, form = max((_likeness(self._needed(name), record), name) for name in _FORMS)
         if likeness < _ALIKE:
-            return "none is near: fill or rename its fields"
+            return (
+                "none is near: fill or rename its fields, leave the file out if it holds no records"
+            )
         missing = ", ".join(f"`{key}`" for key in self._needed(form) if record.get(key) is None)
         return f"nearest is {form}, which lacks {missing}: fill or rename its fields"
 
@@ -320,14 +323,37 @@ class RecordReader:
         messages = [*read_history(record), *messages]
         return self._dialogue(with_system(messages, record.get("system"), "history"), record)
 
+    def _segments(self, record: dict[str, Any]) -> list[Document]:
+        """Join segments of text, of which those are learned whose ``label`` is true.
+
+        This is axolotl's form ``input_output``. Nothing is added between segments or before them,
+        so a text begins with its own BOS.
+        """
+        text, spans = "", []
+        for i, segment in enumerate(record["segments"]):
+            label = truth_of(segment["label"]) if _is_segment(segment) else None
+            if label is None:
+                problem = f"segments[{i}] is not a text with a label: {shortened(segment)}"
+                raise BadLineError(f'{problem}; write {{"label": true, "text": "..."}}')
+            if label and segment["text"]:
+                spans.append((len(text), len(text) + len(segment["text"])))
+            text += segment["text"]
+        return [Document(text, spans, is_rendered=True)] if spans else []
+
     def _preference(self, record: dict[str, Any]) -> list[Document]:
         keys = ("chosen", "rejected")
         answers = self._answers(record, keys, num_learned=2 if self.reads_pairs else 1)
         for key, documents in zip(keys, answers, strict=False):
             if len(documents) != 1:
                 problem = f"becomes {len(documents)} texts, but a pair has one text for each answer"
-                problem = problem if documents else "has no text to learn"
-                raise BadLineError(f"`{key}` {problem}; leave such records out")
+                remedy = "leave such records out"
+                if not documents:
+                    problem = "has no text to learn"
+                elif self.train_on != "last":
+                    problem += ", since the chat template writes an earlier answer otherwise once "
+                    problem += "another one follows"
+                    remedy = f"set data.train_on last, which compares the last answers, or {remedy}"
+                raise BadLineError(f"`{key}` {problem}; {remedy}")
         margin = _margin_of(record) if self.reads_margins else None
         return [documents[0]._replace(margin=margin) for documents in answers]
 
@@ -405,6 +431,17 @@ class RecordReader:
         return documents
 
 
+def _is_segment(value: object) -> bool:
+    """Return whether ``value`` is an object with a ``label`` and a ``text``."""
+    return isinstance(value, dict) and isinstance(value.get("text"), str) and "label" in value
+
+
+def _are_segments(record: dict[str, Any]) -> bool:
+    """Return whether the first segment has a label. Those of a transcript have times."""
+    segments = record["segments"]
+    return isinstance(segments, list) and bool(segments) and _is_segment(segments[0])
+
+
 class _Form(NamedTuple):
     """A form of records."""
 
@@ -412,6 +449,8 @@ class _Form(NamedTuple):
     """The fields by which the form is recognised."""
     read: Callable[[RecordReader, dict[str, Any]], list[Document]]
     """Returns the documents of a record."""
+    takes: Callable[[dict[str, Any]], bool] = lambda record: True
+    """Tells whether a record with these fields has the form."""
 
 
 _FORMS: dict[str, _Form] = {
@@ -420,6 +459,7 @@ _FORMS: dict[str, _Form] = {
     "preference": _Form(("chosen", "rejected"), RecordReader._preference),
     "completion": _Form(("prompt", "completion"), RecordReader._completion),
     "alpaca": _Form(("instruction", "output"), RecordReader._alpaca),
+    "segments": _Form(("segments",), RecordReader._segments, _are_segments),
     "text": _Form(("text",), RecordReader._text),
 }
 """The forms by their names in data.format, in the order in which a record is compared with them."""

@@ -21,9 +21,10 @@ from typing import Any, BinaryIO, Self, TypeVar
 
 from moetrain.config import DataSection
 from moetrain.config.sources import shortened
+from moetrain.data.characters import warn_of_controls
 from moetrain.data.containers import FilePart, Files, Raw, find_records, list_files
 from moetrain.data.documents import BadRecordError, Document, HashRange, Skipped
-from moetrain.data.messages import BadLineError, words_of
+from moetrain.data.messages import TO_UTF8, BadLineError, words_of
 from moetrain.data.records import RecordReader
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.data.warned import warn_once
@@ -307,9 +308,10 @@ class _Decoder:
             # Its object ends where `raw` ends, and may begin earlier, or behind a byte order mark.
             at = self._at + len(raw) - len(error.object) + error.start
             byte = f"byte 0x{error.object[error.start]:02x} at offset {at:,} is not UTF-8"
-            remedy = "write the file as UTF-8 (from Latin-1: iconv -f ISO-8859-1 -t UTF-8 FILE > "
-            remedy += "NEW), or leave it out"
-            raise BadLineError(f"{self._path}: {byte}: {error.reason}; {remedy}") from None
+            raise BadLineError(
+                f"{self._path}: {byte}: {error.reason}; {TO_UTF8}, or leave it out"
+            ) from None
+        warn_of_controls(text, f"{self._path} has")
         self._at += len(raw)
         if is_end and self._decoder.getstate()[0]:
             said = f"{self._path} ends within a character of UTF-8, which is left out"

@@ -439,8 +439,8 @@ ROWS = {
     "a record of no known form": Row(
         {"a.jsonl": '{"body": "some text"}\n' * 60},
         OF_CHATS,
-        "a.jsonl:1: no 'text' and no 'messages': .*: fill or rename its fields, or name the field "
-        "of a text in data.text_field",
+        "a.jsonl:1: no 'text' and no 'messages': .*: fill or rename its fields, leave the file "
+        "out if it holds no records, or name the field of a text in data.text_field",
         [{"files": {"a.jsonl": '{"text": "some text"}\n' * 60}}, {"data.text_field": "body"}],
     ),
     "a text that is none": Row(
@@ -1068,8 +1068,8 @@ RECORDS: dict[str, tuple[Any, dict[str, Any], str, list[Any]]] = {
     "an image": (
         turns({"role": "user", "content": [{"type": "image", "url": "x"}]}),
         {},
-        "content has a part that is no text: .*; give texts alone",
-        [turns({"role": "user", "content": [{"type": "text", "text": "x"}]})],
+        "content has a part that is no text: .*; leave such records out: the answer is about it",
+        [None],
     ),
     "no answer": (
         {"messages": [ASKED]},

@@ -50,6 +50,35 @@ def learned(document) -> list[str]:
     return [document.text[a:b] for a, b in document.loss_spans]
 
 
+# ---- segments with labels -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("labels", [(True, False, True), (False, True, False)], ids=str)
+def test_segments_are_learned_by_their_labels(labels: tuple[bool, ...]):
+    """axolotl joins the tokens of each segment, and masks those whose label is false.
+
+    EOS ends every document, and has loss if the last segment has.
+    """
+    texts = ("<s>Hello\n", "hi there! ", "farewell")
+    segments = [{"label": x, "text": text} for x, text in zip(labels, texts, strict=True)]
+    tokenizer = ByteTokenizer()
+    ((_, ids, masked),) = encoded(documents({"segments": segments}), tokenizer)
+    assert ids.tolist() == [*"".join(texts).encode(), tokenizer.eos_id]
+    assert masked is not None
+    pairs = zip(labels, texts, strict=True)
+    each = [int(not label) for label, text in pairs for _ in text]
+    assert masked.tolist() == [*each, int(not labels[-1])]
+
+
+def test_segments_that_are_none_are_refused():
+    """Whisper's segments have times. One without a label cannot be read beside others with one."""
+    with pytest.raises(BadLineError, match="of no known form"):
+        documents({"segments": [{"start": 0.0, "text": "a"}]})
+    assert documents({"segments": [{"label": False, "text": "a"}]}) == []
+    with pytest.raises(BadLineError, match=r"segments\[1\] is not a text with a label: .*; write"):
+        documents({"segments": [{"label": True, "text": "a"}, {"text": "b"}]})
+
+
 # ---- empty answers ------------------------------------------------------------------------------
 
 AS_CHAT = [

@@ -155,6 +155,25 @@ def test_turns_after_the_last_answer_and_answers_in_a_row():
     assert "never seen" not in text
 
 
+@pytest.mark.parametrize("opens", ["", "<think>\\n"])
+def test_a_conversation_may_begin_with_an_answer(opens: str):
+    """Such templates read the first message, as Qwen3's does, and fail without any.
+
+    ShareGPT's conversations were divided, and many parts begin so. The text is the template's own.
+    """
+    template = (
+        "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}"
+        "{% for m in messages %}{{ '<' + m.role + '>' + m.content + '</>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<assistant>OPENS' }}{% endif %}"
+    ).replace("OPENS", opens)
+    turns = [("assistant", "A1"), ("user", "Q"), ("assistant", "A2")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    found = ChatTemplate(template, {}).documents(messages)
+    text, spans = found[-1]
+    assert text == "<assistant>A1</><user>Q</><assistant>A2</>"
+    assert [text[a:b] for a, b in spans] == ["A1</>", "A2</>"]
+
+
 def test_calls_in_chatml_are_read_back():
     """Tools and calls are written in Hermes' form, in which they are also read."""
     tools = [{"type": "function", "function": {"name": "rain", "parameters": {}}}]

@@ -89,7 +89,7 @@ def test_a_text_that_is_not_utf_8_is_named_with_its_byte(
     source = sources.Source.of(data, ByteTokenizer())
     parts = source.file_parts(HashRange()) if is_stream else source.pieces()
     byte = rf"byte 0x{raw[theirs.value.start]:02x} at offset {theirs.value.start:,} is not UTF-8"
-    says = rf"data\.path: .*11-8\.txt: {byte}: .*; write the file as UTF-8 \(from Latin-1: iconv"
+    says = rf"data\.path: .*11-8\.txt: {byte}: .*; write the file as UTF-8 \(from Windows-1252:"
     with pytest.raises(ConfigError, match=says):
         [each for part in parts for each in source.read(part, HashRange())]
 
@@ -624,3 +624,21 @@ def test_parts_of_a_text_are_the_text(monkeypatch, tmp_path, seed):
     assert {line for line in lines if 0 < len(line.encode()) <= 16} <= {
         line for each in read for line in each.split("\n")
     }
+
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+def test_controls_that_a_wrong_encoding_leaves_are_named(suffix: str, tmp_path: Path, caplog):
+    """The byte 0x80 is the euro sign in Windows-1252, and a control character in Latin-1.
+
+    U+0085 ends a line, and no file has it by mistake.
+    """
+    misread = "Preise: 5 \u20ac".encode("cp1252").decode("latin-1")
+    for text, is_named in ((misread, True), ("a\x85b \u20ac", False)):
+        path = tmp_path / f"{is_named}.{suffix}"
+        path.write_text(text if suffix == "txt" else json.dumps({"text": text}))
+        data = config(tmp_path, path=str(path), eval_fraction=0, seq_len=8).data
+        SEEN.clear()
+        caplog.clear()
+        read = [*sources.Source.of(data, ByteTokenizer()).documents()]
+        assert read[0].text == text
+        assert ("the control character U+0080" in caplog.text) == is_named

@@ -846,12 +846,6 @@ FOLLOWED = [
         [CHAT],
     ),
     (
-        {"segments": [{"label": False, "text": "q"}, {"label": True, "text": "a"}]},
-        "`segments` are pieces of a text with a mask each .*`prompt` and the rest as `completion`",
-        {"prompt": "q", "completion": "a"},
-        [PLAIN],
-    ),
-    (
         {"chat": {"turn_1": {"Human": "q", "MOSS": "a"}}},
         "`chat` seems to be a dialogue; write its texts as `messages`, each with its role",
         {"messages": DIALOGUE_A},

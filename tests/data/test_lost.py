@@ -212,6 +212,8 @@ def test_a_score_that_is_not_read_is_named_once(form: str, caplog):
         ({"prompt_quality": 3}, False),
         ({"difficulty_score": 3}, False),
         ({"quality": "good"}, False),
+        ({"quality": "bad"}, True),
+        ({"satisfaction_rating": {"score": "bad", "comment": "Useless!"}}, True),
         ({"num_tokens": 3}, False),
     ],
     ids=str,
@@ -1153,6 +1155,31 @@ OBJECTS = [
 ]
 
 
+def test_a_tree_of_messages_is_told_of_its_branch():
+    """ChatGPT exports conversations so."""
+    nodes = {
+        "a": {"id": "a", "parent": None, "message": None},
+        "b": {"id": "b", "parent": "a", "message": {"author": {"role": "user"}}},
+    }
+    says = "`mapping` is a tree of messages, .* follow `parent` from `current_node` to the root"
+    with pytest.raises(BadLineError, match=says):
+        documents({"title": "t", "mapping": nodes, "current_node": "b"})
+
+
+def test_the_list_that_looks_like_turns_is_named_as_the_dialogue():
+    """Zendesk's tickets have other lists of objects before their comments."""
+    comments = [{"author_id": 3, "body": "q"}, {"author_id": 4, "body": "a"}]
+    with pytest.raises(BadLineError, match="; if `comments` is a dialogue, write its turns"):
+        documents({"custom_fields": [{"id": 2, "value": "7"}], "comments": comments})
+
+
+def test_the_thought_of_a_rejected_answer_is_not_to_be_written_as_the_answer():
+    """With next_token the rejected answer is left out, whatever it holds."""
+    record = {"query": "q", "response": "a", "rejected_response": "<think>t</think>b"}
+    assert [document.text for document in documents(record)] == [theirs(USER, ANSWER)]
+    assert len(documents(record, "pairs")) == 2
+
+
 @pytest.mark.parametrize(("record", "says"), OBJECTS, ids=str)
 def test_a_question_that_is_an_object_is_told_what_to_write(record: dict, says: str):
     """Logs of Weave, LangSmith and Langfuse have the arguments of a call so."""
@@ -1166,7 +1193,7 @@ def test_a_question_that_is_an_object_is_told_what_to_write(record: dict, says: 
 
 def test_a_dialogue_of_two_names_is_told_of_the_role_to_learn():
     turns = [{"role": "alice", "content": "hi"}, {"role": "bob", "content": "hello"}]
-    says = "no assistant turn to learn from: .*; its role 'alice' is not known: write assistant in"
+    says = "turn to learn from: .*; its roles 'alice', 'bob' are not known: write assistant in"
     with pytest.raises(BadLineError, match=says):
         documents({"messages": turns})
     right = [{**turns[0], "role": "user"}, {**turns[1], "role": "assistant"}]

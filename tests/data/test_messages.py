@@ -342,7 +342,6 @@ def test_thoughts_in_the_content_are_learned_or_refused():
             ", and thoughts as `reasoning_content`",
         ),
         ({"functionCall": {"name": "f", "args": {}}}, ", and calls as `tool_calls`"),
-        ({"type": "image_url", "image_url": {"url": "a"}}, ""),
         (3, ""),
     ],
 )
@@ -351,6 +350,24 @@ def test_parts_that_are_no_text_are_refused_with_their_place(part: object, remed
     with pytest.raises(BadLineError) as caught:
         ChatTemplate(PLAIN, {}).documents([USER, {**SAID, "content": [part]}])
     assert str(caught.value).endswith(f"; give texts alone{remedy}")
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": "a"}},
+        {"type": "input_audio", "input_audio": {"data": "a"}},
+        {"type": "input_file", "file_id": "a"},
+        {"type": "image", "source": {"type": "base64"}},
+        {"inlineData": {"mimeType": "image/png", "data": "a"}},
+        {"document": {"format": "pdf"}},
+    ],
+    ids=str,
+)
+def test_a_part_that_is_a_picture_or_a_file_is_not_to_be_left_out(part: dict):
+    """Without it, the answer would be about something that the model does not see."""
+    with pytest.raises(BadLineError, match="; leave such records out: the answer is about it"):
+        ChatTemplate(PLAIN, {}).documents([{"role": "user", "content": [part]}, SAID])
 
 
 # Olmo's published templates read a turn's tools and calls, which are texts. Its records (Dolci)

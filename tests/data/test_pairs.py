@@ -5,6 +5,7 @@ dialogues, written out here; texts are in ChatML.
 """
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -437,6 +438,45 @@ def test_an_unwanted_answer_is_learned_by_kto_alone(form):
     (same,) = reader_of(reads_pairs=True, reads_labels=True).documents(liked)
     assert same == document._replace(label=True)
     assert reader_of().documents(liked)[0].text == document.text
+
+
+def test_longer_rows_are_advised_only_where_they_help(tmp_path):
+    """Two single answers cannot be divided for kto, however long rows are."""
+    answers = [
+        {"prompt": turns(Q)[:1], "completion": turns(Q, A)[1:], "label": True},
+        {"prompt": turns("Is 8 prime?", A, "Sure?"), "completion": turns(Q, B)[1:], "label": False},
+    ]
+    path = write_lines(tmp_path / "a.jsonl", answers)
+    data = {"path": str(path), "seq_len": 256, "cache_dir": str(tmp_path), "eval_fraction": 0.02}
+    given = {"model": {"preset": "debug"}, "data": data, "train": {"objective": "kto"}}
+    config = Config.load(given, environ={})
+    with pytest.raises(ConfigError, match="cannot be divided") as caught:
+        build_data(config, 257)
+    assert "raise data.seq_len" not in str(caught.value)
+
+
+def test_a_pair_with_two_answers_may_be_compared_by_the_last():
+    """A template that writes the last answer otherwise, as Qwen3's does, gives two texts."""
+    source = (
+        "{% for m in messages %}{{ '<' + m.role + '>' }}"
+        "{% if m.role == 'assistant' and loop.last %}{{ '<think></think>' }}{% endif %}"
+        "{{ m.content + '</>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+    )
+    said = [{"role": r, "content": c} for r, c in (("assistant", "a"), ("user", "r"))]
+    record = {
+        "prompt": [{"role": "user", "content": "q"}],
+        "chosen": [*said, {"role": "assistant", "content": "b"}],
+        "rejected": [{**said[0], "content": "x"}, said[1], {"role": "assistant", "content": "y"}],
+    }
+    reader = RecordReader(ChatTemplate(source, {}), form="preference", reads_pairs=True)
+    with pytest.raises(BadLineError, match=r"2 texts, .*; set data.train_on last, which compares"):
+        reader.documents(record)
+    found = replace(reader, train_on="last").documents(record)
+    assert [learned(document)[1] for document in found] == [
+        ["<think></think>b</>"],
+        ["<think></think>y</>"],
+    ]
 
 
 def test_labels_that_are_classes_of_something_else_are_no_preference():

@@ -118,7 +118,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], Path], str]] = {
     ),
     "a picture": (
         _of_table({"messages": [{"role": "user", "content": PICTURE}]}),
-        r"has a part that is no text: {'type': 'image'}; give texts alone",
+        r"has a part that is no text: {'type': 'image'}; leave such records out",
     ),
     "a turn without content": (
         _of_lines({"messages": [{"role": "user", "content": None}]}),
