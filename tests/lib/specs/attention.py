@@ -15,8 +15,13 @@ from moetrain.kernels.attention.attention import (
 )
 from moetrain.kernels.attention.peaks import raise_peaks, raise_peaks_op
 from moetrain.kernels.attention.sinks import attention_packed_with_sinks, attention_with_sinks_op
+from moetrain.kernels.attention.sparse import (
+    sparse_attention,
+    sparse_attention_gradients_op,
+    sparse_attention_op,
+)
 from moetrain.runtime.backend import Backend
-from tests.lib.specs.spec import Bench, Case, Cost, Inputs, KernelSpec, normal
+from tests.lib.specs.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, uniform
 
 
 def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
@@ -191,8 +196,94 @@ SCORE_PEAKS = KernelSpec(
     },
 )
 
+
+def _sparse_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    """Draw inputs of packed documents, whose tokens select among the keys up to their own.
+
+    ``before``: the number of further keys of each document, before its first token. ``sink``: every
+    token selects its document's first key. ``gaps``: places without a key are among others, and
+    the second token has no key. ``more``: the number of keys behind the last document.
+    """
+    H, K, width, before = case["H"], case["K"], case["c"] + case["r"], case.get("before", 0)
+    rows: list[torch.Tensor] = []
+    start = 0
+    for length in case["lengths"]:
+        keys = before + length
+        scores_SL = normal(generator, length, keys)
+        if case.get("sink"):
+            scores_SL[:, :1] = torch.inf
+        last_S1 = torch.arange(before, keys, device=generator.device)[:, None]
+        is_hidden_SL = torch.arange(keys, device=generator.device) > last_S1
+        found = scores_SL.masked_fill(is_hidden_SL, -torch.inf).topk(min(K, keys))
+        keys_SK = (found.indices + start).masked_fill(found.values == -torch.inf, -1)
+        none_SK = keys_SK.new_full((length, K - keys_SK.shape[1]), -1)
+        rows.append(torch.cat((keys_SK, none_SK), dim=1))
+        start += keys
+    keys_TK = torch.cat(rows).int()
+    if case.get("gaps"):
+        keys_TK[uniform(generator, *keys_TK.shape) < 0.3] = -1
+        keys_TK[1] = -1
+    return {
+        "q_THw": normal(generator, len(keys_TK), H, width).to(dtype),
+        "kv_Lw": normal(generator, start + case.get("more", 0), width).to(dtype),
+        "keys_TK": keys_TK,
+        "scale": width**-0.5,
+        "value_dim": case["c"],
+    }
+
+
+def _sparse_cost(case: Case) -> tuple[Cost, Cost]:
+    T, H, K, c, w = sum(case["lengths"]), case["H"], case["K"], case["c"], case["c"] + case["r"]
+    pairs = sum(min(K, i + 1) for length in case["lengths"] for i in range(length))
+    # Backward: the scores again, and the products for dp, dq and dkv, whose values have two.
+    read = 2.0 * T * (H * w + w) + 4 * T * K
+    forward = Cost(read + 2 * T * H * c, 2.0 * pairs * H * (w + c))
+    return forward, Cost(2 * read + 4 * T * H * c, 2.0 * pairs * H * (3 * w + 2 * c))
+
+
+_GLM_5 = {"H": 64, "K": 2048, "c": 512, "r": 64}
+_CHECKED = {**_GLM_5, "K": 200}
+
+SPARSE_ATTENTION = KernelSpec(
+    name="sparse_attention",
+    fast=partial(sparse_attention, backend="triton"),
+    reference=partial(sparse_attention, backend="reference"),
+    make_inputs=_sparse_inputs,
+    cases=(
+        {"lengths": (5, 1, 3), "H": 3, "K": 4, "c": 32, "r": 16},
+        {"lengths": (1,), "H": 1, "K": 1, "c": 16, "r": 16},
+        {"lengths": (12, 0, 7), "H": 20, "K": 9, "c": 16, "r": 32, "gaps": True, "more": 3},
+        {"lengths": (1, 2), "before": 66, "H": 2, "K": 66, "c": 512, "r": 64, "sink": True},
+        {"lengths": (0,), "H": 2, "K": 4, "c": 16, "r": 16},
+    ),
+    benches=(
+        Bench({"lengths": (8192,), **_GLM_5}, check_case={"lengths": (700,), **_CHECKED}),
+        Bench({"lengths": (3000, 5192), **_GLM_5}, check_case={"lengths": (90, 300), **_CHECKED}),
+        Bench(
+            {"lengths": (8192,), **_GLM_5, "H": 128},
+            check_case={"lengths": (400,), **_CHECKED, "H": 128},
+        ),
+    ),
+    # Triton's interpreter truncates where a GPU rounds, which doubles each error.
+    tolerance={torch.float32: 3e-6, torch.bfloat16: 1.5e-2},
+    cost=_sparse_cost,
+    differentiable=("q_THw", "kv_Lw"),
+    ops=(sparse_attention_op, sparse_attention_gradients_op),
+    bad_inputs={
+        r"\[T, H, w\], \[L, w\] and \[T, K\]": lambda x: x | {"kv_Lw": x["kv_Lw"][:, 1:]},
+        "values of at most w": lambda x: x | {"value_dim": 49},
+        "in one dtype": lambda x: x | {"kv_Lw": x["kv_Lw"].double()},
+        "keys in int32": lambda x: x | {"keys_TK": x["keys_TK"].long()},
+        "powers of two from 16": lambda x: x | {"value_dim": 40},
+        "bf16, fp16 or fp32": lambda x: x | {n: x[n].double() for n in ("q_THw", "kv_Lw")},
+        "at most 256 heads": lambda x: x | {"q_THw": x["q_THw"].repeat(1, 100, 1)},
+        "contiguous": lambda x: x | {"kv_Lw": x["kv_Lw"].mT.contiguous().mT},
+    },
+)
+
 SPECS = (
     SCORE_PEAKS,
+    SPARSE_ATTENTION,
     ATTENTION_PACKED,
     replace(
         ATTENTION_PACKED,
