@@ -13,6 +13,7 @@ from moetrain.config.sections import Section, checked
 
 SavedName = Literal["dispatch", "attention", "experts", "linear"]
 AttentionName = Literal["auto", "sdpa", "cudnn", "exact", "flex", "reference"]
+SparseAttentionName = Literal["auto", "dense", "sparse"]
 Precision = Literal["bf16", "fp8", "fp8_gradients", "fp8_blocks", "fp8_blocks_ue8m0"]
 
 
@@ -226,6 +227,15 @@ class KernelsSection(Section):
     of a token has the same bits whatever else is in its batch, so training computes the
     log-probabilities that generation reported. The backward of exact is cudnn's, and the compiler
     does not fuse norms, rotations and SwiGLU."""
+    sparse_attention: SparseAttentionName = "auto"
+    """Attention to the keys that an indexer selects (DeepSeek-V3.2, GLM-5), in training and
+    evaluation, where rows have more than index_topk tokens. dense: torch's attention over all keys
+    of a row, those masked that are not selected; sparse: a kernel over the latents of the selected
+    keys, whose results and gradients have the same bits in every run (on a CPU it is plain torch).
+    auto: sparse on CUDA if kernels.attention is auto and masked attention would take more products,
+    which is in rows of more than 6,963 tokens for DeepSeek-V3.2 and 4,352 for GLM-5; else dense.
+    auto is dense, too, with optim.muon_qk_clip, with dropout of an adapter on wkv_b, and for widths
+    that the kernel does not take."""
     precision: Precision = "bf16"
     """Precision of matrix products. bf16: the compute dtype. fp8: routed experts and dense
     projections multiply e4m3 values with a scale for each row, in the forward and for the gradients

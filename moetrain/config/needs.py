@@ -270,6 +270,24 @@ NEEDS: tuple[Need, ...] = (
         why="QK-clip needs the boundaries of documents, which flex masks do not show",
     ),
     Need(
+        "kernels.sparse_attention",
+        requires={"optim.muon_qk_clip": {0}},
+        when={"sparse"},
+        why="QK-clip watches the scores of all visible keys",
+    ),
+    Need(
+        "kernels.sparse_attention",
+        requires={"lora.dropout": {0}},
+        when={"sparse"},
+        why="it multiplies latents by no weight, and so cannot drop their elements before one",
+    ),
+    Need(
+        "kernels.sparse_attention",
+        requires={"kernels.attention": Other("exact")},
+        when={"sparse"},
+        why="exact repeats the bits of generation, which expands keys and values",
+    ),
+    Need(
         "optim.name",
         requires={"lora.rank": {0}},
         when={"muon"},

@@ -212,6 +212,8 @@ class CoreAttention(KernelModule):
         super().__init__()
         self.use_kernels(kernels)
         self.core = core
+        self.is_watched = False
+        """True: QK-clip watches the scores, for which :attr:`core` must be called."""
         self.cache: AttentionCache | None = None
         """The keys and values of generation; None: this module trains."""
 

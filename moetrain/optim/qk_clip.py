@@ -135,7 +135,7 @@ class QKClip:
             if (holder := here.get(path)) is None:
                 continue
             heads = part.num_heads // count
-            backend = holder.backend
+            backend, holder.is_watched = holder.backend, True
             own_H = peaks_H[index * heads : (index + 1) * heads]
             while hasattr(holder.core, "core"):  # wrappers that exchange heads or tokens
                 holder = holder.core

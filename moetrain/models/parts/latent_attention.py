@@ -9,10 +9,10 @@ narrower than queries and keys. In some families queries have a factor by their 
 expanded too, so that it computes the same bits as training.
 
 Left out on purpose: attention within the latent, which saves memory in generation but has other
-bits.
+bits. Training over selected keys has it (:mod:`moetrain.models.parts.sparse_attention`).
 
-Legend: B batch, S sequence, D model width, H heads, d width of a query and a key, v of a value,
-r rotating width, c width of the latent.
+Legend: B batch, S sequence, L keys of a row, D model width, H heads, d width of a query and a key,
+v of a value, r rotating width, c width of the latent.
 """
 
 import math
@@ -177,6 +177,19 @@ class LatentAttention(AttentionPart):
         }
 
 
+class Projected(NamedTuple):
+    """Queries, and the latents of keys and values. Under context parallelism latents may be those
+    of all tokens, and queries are those of this device's tokens."""
+
+    q_BSHd: torch.Tensor
+    """Rotated, [q_nope | q_rope] of each head."""
+    latent_BLc: torch.Tensor
+    rotated_BLr: torch.Tensor
+    """The rotated key that all heads share."""
+    query_latent_BSc: torch.Tensor | None
+    """The queries' latent after its norm; None: there is none."""
+
+
 class Expanded(NamedTuple):
     """Queries, keys and values. Under context parallelism, keys and values may be those of all
     tokens, and queries are those of this device's tokens."""
@@ -233,29 +246,37 @@ class MultiHeadLatent(CoreAttention):
 
     def expand(self, x_BSD: torch.Tensor, context: Context) -> Expanded:
         """Return rotated queries and keys, and values, of this device's heads."""
+        return self.expanded(self.project(x_BSD, context))
+
+    def project(self, x_BSD: torch.Tensor, context: Context) -> Projected:
+        """Return rotated queries of this device's heads, and latents with rotated keys."""
         first = self.wq if self.wq_b is None else self.wq_a
         q, latents = linears(x_BSD, (first, self.wkv_a))
         query_latent_BSc = None
         if self.wq_b is not None:
             query_latent_BSc = self.q_a_norm(q)
             q = self.wq_b(query_latent_BSc)
-        latent_BSc, rotating_BSr = latents.split((self.latent, self.rope), dim=-1)
-        latent_BSc = self.kv_a_norm(latent_BSc)
-        rotated_BSr = self._rotated(rotating_BSr[:, :, None], context)[:, :, 0]
+        latent_BLc, rotating_BSr = latents.split((self.latent, self.rope), dim=-1)
+        latent_BLc = self.kv_a_norm(latent_BLc)
+        rotated_BLr = self._rotated(rotating_BSr[:, :, None], context)[:, :, 0]
         if self.gather_latents is not None:
-            whole = self.gather_latents(torch.cat((latent_BSc, rotated_BSr), dim=-1))
-            latent_BSc, rotated_BSr = whole.split((self.latent, self.rope), dim=-1)
-        kv = self.wkv_b(latent_BSc)
+            whole = self.gather_latents(torch.cat((latent_BLc, rotated_BLr), dim=-1))
+            latent_BLc, rotated_BLr = whole.split((self.latent, self.rope), dim=-1)
         q_BSHd = q.unflatten(-1, (-1, self.nope + self.rope))
         q_nope, q_rotating = q_BSHd.split((self.nope, self.rope), dim=-1)
         q_BSHd = torch.cat((q_nope, self._rotated(q_rotating, context)), dim=-1)
         if context.query_scale is not None:
             q_BSHd = q_BSHd * context.query_scale.to(q_BSHd.dtype)
-        kv_BSHn = kv.unflatten(-1, (-1, self.nope + self.v_width))
-        k_nope, v_BSHv = kv_BSHn.split((self.nope, self.v_width), dim=-1)
-        k_rotated = rotated_BSr[:, :, None].expand(*k_nope.shape[:-1], -1)
-        k_BSHd = torch.cat((k_nope, k_rotated), dim=-1)
-        return Expanded(q_BSHd, k_BSHd, v_BSHv.contiguous(), query_latent_BSc)
+        return Projected(q_BSHd, latent_BLc, rotated_BLr, query_latent_BSc)
+
+    def expanded(self, projected: Projected) -> Expanded:
+        """Return the queries, and the keys and values of this device's heads."""
+        q_BSHd, latent_BLc, rotated_BLr, query_latent_BSc = projected
+        kv_BLHn = self.wkv_b(latent_BLc).unflatten(-1, (-1, self.nope + self.v_width))
+        k_nope, v_BLHv = kv_BLHn.split((self.nope, self.v_width), dim=-1)
+        k_rotated = rotated_BLr[:, :, None].expand(*k_nope.shape[:-1], -1)
+        k_BLHd = torch.cat((k_nope, k_rotated), dim=-1)
+        return Expanded(q_BSHd, k_BLHd, v_BLHv.contiguous(), query_latent_BSc)
 
     def _rotated(self, x_BSHr: torch.Tensor, context: Context) -> torch.Tensor:
         """Rotate heads by the tokens' positions, if they rotate."""

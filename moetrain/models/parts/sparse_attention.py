@@ -9,11 +9,24 @@ tokens attention has all keys, and its bits are those of
 The selection has no gradient, so a language model's loss does not train the indexer. A loss of its
 own does (:mod:`moetrain.models.parts.indexer_loss`), where ``train.indexer`` says so.
 
-Left out on purpose: a sparse kernel. Attention computes all scores, and masks those that are not
-selected: it is exact, and no faster than dense attention.
+Training has two forms of the same attention (``kernels.sparse_attention``):
+
+* dense: keys and values of all heads are expanded from the latents, and all scores of a row are
+  computed. Those that are not selected are masked.
+* sparse: the heads' queries are absorbed into the latent, which all heads share, so that only the
+  selected latents have to be gathered (:mod:`moetrain.kernels.attention.sparse`). With W_k and W_v
+  the parts of a head in W_kvb, and c the latents::
+
+      q_nope . (W_k c_j) = (W_k^T q_nope) . c_j      sum_j p_j (W_v c_j) = W_v (sum_j p_j c_j)
+
+A token and head take ``L (d + v)`` multiply-adds for the products of the dense form, which computes
+all L keys of the row, and ``K (2 c + r)`` for those of the sparse one. auto takes the sparse form
+where it has fewer, above 6,963 keys for DeepSeek-V3.2 and 4,352 for GLM-5. Generation gathers
+expanded keys.
 
 Legend: B batch, S sequence of this device's tokens, L keys, K selected keys, D model width, H
-heads, d width of a query and a key, v of a value.
+heads, d width of a query and a key, n of its part that does not rotate, r of the part that does, v
+of a value, c of the latent.
 """
 
 from collections.abc import Mapping
@@ -25,6 +38,7 @@ import torch
 from moetrain.config import KernelsSection, MoeSection
 from moetrain.kernels.attention.attention import AttentionMask
 from moetrain.kernels.attention.paged import PagedRows, as_mask
+from moetrain.kernels.attention.sparse import fits_kernels, sparse_attention
 from moetrain.models.architecture import Weight, Workload, linear
 from moetrain.models.generation import Caches, LayerCache, SeveralCaches
 from moetrain.models.layers import Context, Selection, SelectsKeys
@@ -36,8 +50,14 @@ from moetrain.models.parts.indexer import (
     select_keys,
 )
 from moetrain.models.parts.indexer_loss import attention_weights, divergence
-from moetrain.models.parts.latent_attention import Expanded, LatentAttention, MultiHeadLatent
+from moetrain.models.parts.latent_attention import (
+    Expanded,
+    LatentAttention,
+    MultiHeadLatent,
+    Projected,
+)
 from moetrain.models.rules import Rule
+from moetrain.runtime.backend import use_fast
 
 _INDEXER = Rule("replicate", decay=False, has_own_loss=True)
 _NORM = replace(_INDEXER, init="ones")
@@ -109,6 +129,12 @@ class SparseLatentAttention(LatentAttention):
             }
         return found | own
 
+    @property
+    def crossing(self) -> float:
+        """The keys of a row above which the dense form takes more products than the sparse one."""
+        sparse = 2 * self.kv_lora_rank + self.qk_rope_head_dim
+        return self.index_topk * sparse / (self.head_dim + self.v_head_dim)
+
     def products_per_token(self, seq_len: int) -> float:
         """Count the multiply-adds of a sparse kernel: those of the selected keys alone.
 
@@ -152,27 +178,84 @@ class SparseLatent(MultiHeadLatent, SelectsKeys):
         self.num_heads = sizes.num_heads
         self.indexer_learns = sizes.indexer_learns
         self.topk = sizes.index_topk
+        self.form, self.crossing = kernels.sparse_attention, sizes.crossing
+        if kernels.attention != "auto" and self.form == "auto":
+            self.form = "dense"
         self.indexer = Indexer(sizes.indexer, kernels) if sizes.has_indexer else None
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride] - it also returns the keys
         self, x_BSD: torch.Tensor, context: Context
     ) -> tuple[torch.Tensor, Selection | None]:
         """Mix tokens; returns [B, S, D] in ``x_BSD``'s dtype, and the keys if it selects them."""
-        expanded = self.expand(x_BSD, context)
+        projected = self.project(x_BSD, context)
+        sees_all = self.indexer_mode == "warmup" and self.cache is None
+        is_sparse = not sees_all and self._is_sparse(projected, context)
+        expanded = None if is_sparse else self.expanded(projected)
         selection = None
         keys_BSK = context.selected_BSK
-        is_dense = self.indexer_mode == "warmup" and self.cache is None
         if self.indexer is not None:
-            selection = self._select(x_BSD, expanded, context)
+            selection = self._select(x_BSD, projected, expanded, context)
             keys_BSK = selection.keys_BSK
-        if is_dense:
+        if sees_all:
             selection = None if selection is None else selection._replace(keys_BSK=None)
         elif keys_BSK is not None:
-            context = _limited(context, keys_BSK, expanded.k_BSHd.shape[1])
+            context = context if is_sparse else _limited(context, keys_BSK, _num_keys(projected))
         elif self.cache is None and self._leaves_out(context):
             raise RuntimeError("a layer without an indexer got no keys from an earlier layer")
-        y_BSHv = self.core(expanded.q_BSHd, expanded.k_BSHd, expanded.v_BSHv, context, self.scale)
+        if expanded is None:
+            assert keys_BSK is not None  # as checked above
+            y_BSHv = self._attend_within_latents(projected, keys_BSK)
+        else:
+            q_BSHd, k_BLHd, v_BLHv, _ = expanded
+            y_BSHv = self.core(q_BSHd, k_BLHd, v_BLHv, context, self.scale)
         return self.wo(y_BSHv.flatten(-2)), selection
+
+    def _is_sparse(self, projected: Projected, context: Context) -> bool:
+        """Return True if these rows are attended to in the sparse form."""
+        if self.form == "dense" or self.cache is not None or not self._leaves_out(context):
+            return False
+        drops = self.wkv_b.lora_scale is not None and self.wkv_b.lora_dropout > 0
+        if self.form == "sparse":
+            if drops or self.is_watched:
+                raise ValueError(
+                    'kernels.sparse_attention "sparse" has no dropout on wkv_b, and no scores for '
+                    "QK-clip; use dense"
+                )
+            return True
+        q_BSHd = projected.q_BSHd
+        fits = fits_kernels(q_BSHd.dtype, q_BSHd.shape[2], self.latent, self.rope)
+        is_fast = fits and q_BSHd.is_cuda and use_fast(self.backend, q_BSHd)
+        return is_fast and not (drops or self.is_watched) and _num_keys(projected) > self.crossing
+
+    def _attend_within_latents(self, projected: Projected, keys_BSK: torch.Tensor) -> torch.Tensor:
+        """Return each head's result, [B, S, H, v], by the sparse form."""
+        q_BSHd, latent_BLc, rotated_BLr, _ = projected
+        # 1. The weights: the projection of the unit vectors, since it may have adapters or be fp8.
+        like = {"dtype": latent_BLc.dtype, "device": latent_BLc.device}
+        kv_cHn = self.wkv_b(torch.eye(self.latent, **like))
+        w_cHn, w_cHv = kv_cHn.unflatten(-1, (-1, self.nope + self.v_width)).split(
+            (self.nope, self.v_width), dim=-1
+        )
+        # 2. The queries, absorbed into the latent.
+        q_nope_THn, q_rotated_THr = q_BSHd.flatten(0, 1).split((self.nope, self.rope), dim=-1)
+        q_THc = torch.einsum("thn,chn->thc", q_nope_THn, w_cHn)
+        # 3. Attention over the rows laid end to end.
+        keys_TK = keys_BSK.flatten(0, 1)
+        if (batch := len(keys_BSK)) > 1:
+            begins_B = torch.arange(batch, device=keys_BSK.device) * latent_BLc.shape[1]
+            moved_BSK = keys_BSK + begins_B[:, None, None]
+            keys_TK = moved_BSK.where(keys_BSK >= 0, -1).int().flatten(0, 1)
+        y_THc = sparse_attention(
+            torch.cat((q_THc, q_rotated_THr), dim=-1),
+            torch.cat((latent_BLc, rotated_BLr), dim=-1).flatten(0, 1),
+            keys_TK,
+            self.scale,
+            self.latent,
+            self.backend,
+        )
+        # 4. The values.
+        y_THv = torch.einsum("thc,chv->thv", y_THc, w_cHv)
+        return y_THv.unflatten(0, q_BSHd.shape[:2])
 
     def for_generation(self, caches: Caches, window: int | None) -> LayerCache | None:
         """Keep the indexer's keys beside keys and values from now on, and return all caches."""
@@ -188,11 +271,20 @@ class SparseLatent(MultiHeadLatent, SelectsKeys):
         seq_len = rotation.shape[1] if context.whole is None else context.whole[1]
         return seq_len > self.topk
 
-    def _select(self, x_BSD: torch.Tensor, expanded: Expanded, context: Context) -> Selection:
-        """Select keys, and compute the indexer's loss if it is trained."""
+    def _select(
+        self,
+        x_BSD: torch.Tensor,
+        projected: Projected,
+        expanded: Expanded | None,
+        context: Context,
+    ) -> Selection:
+        """Select keys, and compute the indexer's loss if it is trained.
+
+        ``expanded`` are those of ``projected``; None: they are computed if the loss needs them.
+        """
         assert self.indexer is not None  # as the caller knows
-        assert expanded.query_latent_BSc is not None  # the part has checked it
-        inputs = x_BSD.detach(), expanded.query_latent_BSc.detach()
+        assert projected.query_latent_BSc is not None  # the part has checked it
+        inputs = x_BSD.detach(), projected.query_latent_BSc.detach()
         rows: object = context.mask
         if isinstance(rows, PagedRows):
             assert self.indexer.cache is not None  # for_generation has made it
@@ -214,6 +306,9 @@ class SparseLatent(MultiHeadLatent, SelectsKeys):
                 keys_BSK = select_keys(indexed, context.seen_BS2, self.topk)
         if not learns:
             return Selection(keys_BSK)
+        if expanded is None:
+            with torch.no_grad():
+                expanded = self.expanded(projected)
         return Selection(keys_BSK, *self._loss(indexed, expanded, keys_BSK, context))
 
     def _loss(
@@ -251,6 +346,11 @@ class SparseLatent(MultiHeadLatent, SelectsKeys):
         kept_sum = (weights_BSL[..., -1] * counts_BS).sum()
         # Every rank that shares the heads computes the same.
         return kl_sum / ranks, kept_sum / ranks
+
+
+def _num_keys(projected: Projected) -> int:
+    """Return L."""
+    return projected.latent_BLc.shape[1]
 
 
 def _limited(context: Context, keys_BSK: torch.Tensor, num_keys: int) -> Context:

@@ -8,14 +8,23 @@ from dataclasses import fields
 import pytest
 import torch
 
-from moetrain.config import Config, ConfigError, KernelsSection, LoraSection, MoeSection
+from moetrain.config import (
+    ActivationSection,
+    Config,
+    ConfigError,
+    KernelsSection,
+    LoraSection,
+    MoeSection,
+)
 from moetrain.generate.engine import Generator
 from moetrain.generate.request import Request, SamplingParams
 from moetrain.kernels.attention import paged
+from moetrain.kernels.attention import sparse as sparse_kernel
 from moetrain.kernels.attention.paged import PagedRows, as_mask
 from moetrain.models.families import FAMILIES, PRESETS
 from moetrain.models.hf.config import architecture_from_hf, exported_config
 from moetrain.models.hf.load import load_hf
+from moetrain.models.hf.save import save_hf
 from moetrain.models.layers import Selection
 from moetrain.models.parts import sparse_attention
 from moetrain.models.parts.indexer import Indexed, index_scores, select_keys, visible_keys
@@ -23,8 +32,11 @@ from moetrain.models.parts.lora import adaptable, add_adapters
 from moetrain.models.transformer import Inputs, Transformer, compile_blocks, plan_model
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.pipeline.stages import StagePlan
+from tests.lib.dispatched_ops import Ops
 from tests.lib.family_cases import architecture_of, random_reference, tokens
-from tests.lib.small_models import relative_error
+from tests.lib.family_ranks import check
+from tests.lib.family_ranks import drawn as drawn_on_mesh
+from tests.lib.small_models import gradients_as_checkpoint, relative_error
 
 NAMES = ("deepseek_v32", "glm_moe_dsa")
 INDEXER = {"wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight"}
@@ -453,6 +465,213 @@ def test_generation_by_gathered_keys_chooses_the_same_tokens(case, monkeypatch):
     assert calls
 
 
+# ---- the sparse form: attention within the latents ----------------------------------------------
+
+SPARSE = KernelsSection(sparse_attention="sparse")
+
+
+def in_the_sparse_form(model, kernels=SPARSE):
+    """Return a copy of ``model`` whose attention takes the sparse form."""
+    other = Transformer(model.arch, kernels=kernels)
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+class Calls:
+    """Counts the calls of sparse attention, and keeps the shapes of its inputs."""
+
+    def __init__(self, monkeypatch):
+        self.shapes = []
+        monkeypatch.setattr(sparse_attention, "sparse_attention", self)
+
+    def __call__(self, q_THw, kv_Lw, keys_TK, *others):
+        self.shapes.append((*q_THw.shape, *kv_Lw.shape, keys_TK.shape[1]))
+        return kernel(q_THw, kv_Lw, keys_TK, *others)
+
+
+kernel = sparse_attention.sparse_attention
+
+
+def gradients_of(model, tokens_BS, positions_BS=None):
+    """Return the logits, and the gradients of all parameters that have one."""
+    logits_BSV = model(tokens_BS, positions_BS)
+    logits_BSV.square().sum().backward()
+    own = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return {"logits": logits_BSV.detach(), **own}
+
+
+def assert_near(got, want, limit):
+    assert got.keys() == want.keys()
+    errors = {name: relative_error(got[name], want[name]) for name in want}
+    assert {name: error for name, error in errors.items() if not error < limit} == {}
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("case", [*NAMES, "glm_moe_dsa one indexer", "deepseek_v32 stretched"])
+def test_the_sparse_form_is_transformers(case, is_packed, tmp_path, monkeypatch):
+    """Logits, and every gradient, of rows of 23 tokens that select 4 keys."""
+    theirs = random_reference(case)
+    theirs.save_pretrained(tmp_path / "in")
+    ours = load_hf(tmp_path / "in")
+    for block in ours.layers:
+        block.attn.form = "sparse"
+    calls = Calls(monkeypatch)
+    tokens_BS, positions_BS = tokens(2, 23), None
+    if is_packed:
+        positions_BS = torch.cat((torch.arange(9), torch.arange(14))).expand(2, -1)
+    want_BSV = theirs(tokens_BS, position_ids=positions_BS, use_cache=False).logits
+    got_BSV = ours(tokens_BS, positions_BS)
+    assert relative_error(got_BSV, want_BSV) < 1e-5
+    assert calls.shapes == [(46, 4, 18, 46, 18, 4)] * 3
+    for model, logits_BSV in ((ours, got_BSV), (theirs, want_BSV)):
+        for parameter in model.parameters():  # indexers and unused experts have none
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        logits_BSV.square().sum().backward()
+        for fixed in (p for p in model.parameters() if not p.requires_grad):
+            fixed.grad = fixed.detach().clone()
+    want = gradients_as_checkpoint(theirs, theirs.save_pretrained, tmp_path / "theirs")
+    got = gradients_as_checkpoint(ours, lambda folder: save_hf(ours, folder), tmp_path / "ours")
+    assert_near(got, want, 1e-5)
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_the_sparse_form_by_the_kernels_is_the_dense_one(case, monkeypatch):
+    """In fp32; only attention runs in Triton's interpreter."""
+    if torch.cuda.is_available():
+        pytest.skip("Triton's interpreter is off")
+    arch = architecture_of(case, **WIDE, num_layers=1, moe_layers=(False,), indexer_layers=())
+    dense = drawn(arch, std=0.1)
+    sparse = in_the_sparse_form(dense)
+    calls = []
+    monkeypatch.setattr(sparse_kernel, "use_fast", lambda *given: bool(calls.append(given)) or True)
+    positions_BS = torch.cat((torch.arange(20), torch.arange(3))).expand(2, -1)
+    want = gradients_of(dense, tokens(2, 23), positions_BS)
+    assert not calls
+    assert_near(gradients_of(sparse, tokens(2, 23), positions_BS), want, 1e-5)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("is_dora", [False, True])
+def test_adapters_on_the_expansion_have_their_gradients_in_the_sparse_form(is_dora):
+    found = []
+    for section in (KernelsSection(), SPARSE):
+        model = Transformer(architecture_of("deepseek_v32"), kernels=section)
+        model.init_weights(std=0.3, seed=0)
+        add_adapters(model.layers, LoraSection(rank=8, targets=("*.wkv_b",), use_dora=is_dora))
+        draw = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "wkv_b.weight_" in name:
+                    parameter.copy_(0.3 * torch.randn(parameter.shape, generator=draw))
+        found.append(gradients_of(model, tokens(2, 23)))
+    assert sum("wkv_b.weight_" in name for name in found[0]) == 3 * (3 if is_dora else 2)
+    assert_near(found[1], found[0], 1e-5)
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_recomputation_keeps_the_results_of_the_sparse_form(case, monkeypatch):
+    """selective runs the op and the choice of keys once; full runs all of a block again."""
+    if torch.cuda.is_available():
+        pytest.skip("Triton's interpreter is off")
+    monkeypatch.setattr(sparse_kernel, "use_fast", lambda *_: True)
+    arch = architecture_of(case, **WIDE, num_layers=1, moe_layers=(False,), indexer_layers=())
+    found, counts = [], []
+    for policy in ("none", "selective", "full"):
+        model = Transformer(arch, kernels=SPARSE)
+        model.init_weights(std=0.1, seed=0)
+        model.set_recomputation(ActivationSection(policy=policy))
+        with Ops() as ops:
+            found.append(gradients_of(model, tokens(1, 19)))
+        names = ("sparse_attention", "select_keys", "sparse_attention_gradients")
+        counts.append([ops.names[f"moetrain.{name}.default"] for name in names])
+    assert counts == [[1, 1, 1], [1, 1, 1], [2, 2, 1]]
+    for one in found[1:]:
+        assert all(torch.equal(one[name], x) for name, x in found[0].items())
+
+
+@pytest.mark.parametrize("mode", ["joint", "warmup"])
+def test_indexers_learn_the_same_beside_the_sparse_form(mode, monkeypatch):
+    calls = Calls(monkeypatch)
+    found = []
+    for section in (KernelsSection(), SPARSE):
+        model = Transformer(architecture_of("glm_moe_dsa"), kernels=section)
+        model.init_weights(std=0.3, seed=0)
+        model.train_indexers(mode)
+        selections: dict[int, Selection] = {}
+        hidden_BSD, _ = model.backbone(Inputs(tokens(2, 23)), selections=selections)
+        total = sum(one.kl_sum for one in selections.values())
+        total.backward()
+        own = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        found.append({"hidden": hidden_BSD.detach(), "kl": total.detach(), **own})
+    assert_near(found[1], found[0], 1e-5)
+    assert len(calls.shapes) == (3 if mode == "joint" else 0)
+
+
+def test_compiled_blocks_have_the_sparse_form_without_a_break(monkeypatch):
+    if torch.cuda.is_available():
+        pytest.skip("Triton's interpreter is off")
+    monkeypatch.setattr(sparse_kernel, "use_fast", lambda *_: True)
+    arch = architecture_of("deepseek_v32", **WIDE, num_layers=1, moe_layers=(False,))
+    found = []
+    for is_compiled in (False, True):
+        torch.compiler.reset()
+        model = Transformer(arch, kernels=SPARSE)
+        model.init_weights(std=0.1, seed=0)
+        if is_compiled:
+            compile_blocks(model, "aot_eager")
+        found.append(gradients_of(model, tokens(1, 19)))
+    assert_near(found[1], found[0], 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("preset", "keys"), [("deepseek-v3.2", 6963), ("glm-5", 4352), ("glm-5.2", 4352)]
+)
+def test_auto_takes_the_form_with_fewer_products(preset, keys):
+    """K (2 c + r) against L (d + v) multiply-adds of a token and head."""
+    assert int(PRESETS[preset].attention(0).crossing) == keys
+
+
+def test_auto_is_dense_on_a_cpu_and_beside_a_chosen_attention(monkeypatch):
+    calls = Calls(monkeypatch)
+    arch = architecture_of("deepseek_v32")
+    for section in (KernelsSection(), KernelsSection(attention="sdpa")):
+        model = Transformer(arch, kernels=section)
+        model.init_weights(std=0.3, seed=0)
+        model(tokens(1, 23))
+        for block in model.layers:
+            block.attn.crossing = 0
+        model(tokens(1, 23))
+    assert model.layers[0].attn.form == "dense"
+    assert not calls.shapes
+    # Rows that select all keys are dense whatever is asked for.
+    in_the_sparse_form(model)(tokens(1, 4))
+    assert not calls.shapes
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["optim.name=muon", "optim.muon_qk_clip=100"], "QK-clip watches the scores"),
+        (["lora.rank=8", "lora.dropout=0.1"], "cannot drop their elements"),
+    ],
+)
+def test_settings_that_the_sparse_form_cannot_have_are_refused(words, problem):
+    words = ["kernels.sparse_attention=sparse", *words]
+    with pytest.raises(ConfigError, match=problem):
+        Config.load("debug", words, environ={})
+
+
+@pytest.mark.tier("long")
+def test_the_sparse_form_gives_the_single_process_answer_on_meshes(tmp_path):
+    meshes = [{"tp": 2}, {"cp": 2}, {"dp_shard": 2, "ep": 2}, {"pp": 2}]
+    runs = []
+    for i, degrees in enumerate(meshes):
+        one = drawn_on_mesh(i, 2, NAMES[i == 2], degrees, ("none", "selective", "full")[i % 3])
+        runs.append(one._replace(words=[*one.words, "kernels.sparse_attention=sparse"]))
+    check(2, runs, tmp_path)
+
+
 WIDE = {
     "hidden_size": 64,
     "qk_nope_head_dim": 32,
@@ -473,26 +692,51 @@ WIDE = {
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("form", ["dense", "sparse"])
 @pytest.mark.parametrize("case", NAMES)
-def test_sparse_attention_on_a_gpu_is_that_of_a_cpu(case, is_compiled):
+def test_sparse_attention_on_a_gpu_is_that_of_a_cpu(case, form, is_compiled):
     """Logits and every gradient agree in fp32, over documents of more tokens than are selected."""
     arch = architecture_of(case, **WIDE)
     positions_BS = torch.cat((torch.arange(30), torch.arange(41))).expand(2, -1)
     found = []
     for device in ("cpu", "cuda"):
+        section = KernelsSection(sparse_attention=form if device == "cuda" else "dense")
         with torch.device(device):
-            model = Transformer(arch)
+            model = Transformer(arch, kernels=section)
         model.to("cpu").init_weights(std=0.1, seed=0)
         model.to(device)
         if is_compiled and device == "cuda":
+            torch.compiler.reset()
             compile_blocks(model)
         logits_BSV = model(tokens(2, 71).to(device), positions_BS.to(device))
         logits_BSV.square().sum().backward()
         own = {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
         found.append({"logits": logits_BSV.detach().cpu(), **own})
-    want, got = found
-    errors = {name: relative_error(got[name], want[name]) for name in want}
-    assert {name: error for name, error in errors.items() if not error < 1e-3} == {}
+    assert_near(found[1], found[0], 1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("policy", ["none", "selective", "full"])
+def test_auto_takes_the_sparse_form_on_a_gpu_above_the_crossing(policy, monkeypatch):
+    """In bf16, of two rows; attention's gradients have the same bits in a second run."""
+    calls = Calls(monkeypatch)
+    arch = architecture_of("glm_moe_dsa", **WIDE, num_layers=2, moe_layers=(False,) * 2)
+    assert arch.attention(0).crossing == 16 * (2 * 64 + 32) / (64 + 64)
+    runs = []
+    for size in (19, 21, 21):
+        with torch.device("cuda"):
+            model = Transformer(arch).bfloat16()
+        model.init_weights(std=0.1, seed=0)
+        model.set_recomputation(ActivationSection(policy=policy))
+        runs.append(gradients_of(model, tokens(2, size).cuda()))
+        if size == 19:
+            assert not calls.shapes
+    assert len(calls.shapes) == 2 * 2 * (2 if policy == "full" else 1)
+    own = {name: x for name, x in runs[1].items() if ".attn." in name}
+    assert len(own) == 2 * 7
+    for name, x in own.items():
+        assert torch.equal(runs[2][name], x), name
 
 
 @pytest.mark.gpu
