@@ -8,14 +8,10 @@ Here x is the token and c the latent of attention's queries. Of an index head th
 rotate. A token attends to the K keys with the largest scores among those that it may see. Keys with
 equal scores are taken in the order of their places, since ``relu`` makes many scores exactly zero.
 
-Worked example with K = 2: of the scores ``[0, 0.5, 0, -1]`` keys 1 and 0 are selected, and key 2,
-whose score equals that of key 0, is not.
-
 Training selects among the keys of a row, and generation among those in a sequence's pages; both
-call :func:`select_keys`. The selection is one op without a gradient. Selective recomputation keeps
-its result, so that the backward attends to the same keys.
-
-Left out on purpose: a kernel. Scores of a block of queries are computed at a time, in plain torch.
+call :func:`select_keys` (:mod:`moetrain.kernels.attention.index_keys`). The selection is one op
+without a gradient. Selective recomputation keeps its result, so that the backward attends to the
+same keys.
 
 Legend: B batch, S queries of a row, L keys of a row, D model width, h index heads, d their width,
 c width of the queries' latent, K selected keys, T tokens of a step, P pages, Z tokens of a page.
@@ -29,16 +25,17 @@ from torch.nn import functional as F
 
 from moetrain.config import KernelsSection
 from moetrain.kernels import small_m
+from moetrain.kernels.attention import index_keys
 from moetrain.kernels.attention.paged import PagedRows
 from moetrain.kernels.norm.rotary import rotary
 from moetrain.models.generation import TokenCache
 from moetrain.models.layers import Context, KernelModule
-from moetrain.runtime.backend import worth_saving
+from moetrain.runtime.backend import Backend
 
 _EPS = 1e-6
 """Epsilon of the keys' norm."""
-_BLOCK_SCORES = 2**27
-"""About how many scores of single heads exist at once."""
+_GATHERED = 2**27
+"""About how many elements of keys in pages are gathered at once."""
 
 
 @dataclass(frozen=True)
@@ -138,72 +135,27 @@ class Indexer(KernelModule):
         return y_THd.unflatten(0, x_BSHd.shape[:2])
 
 
-def index_scores(q_BShd: torch.Tensor, k_BLd: torch.Tensor, w_BSh: torch.Tensor) -> torch.Tensor:
-    """Return the scores of all keys, [B, S, L], in the dtype of the weights."""
-    wide = w_BSh.dtype
-    q_BRd = q_BShd.to(wide).flatten(1, 2)
-    products_BRL = (q_BRd @ k_BLd.to(wide).mT) * q_BShd.shape[-1] ** -0.5
-    products_BShL = products_BRL.relu().unflatten(1, q_BShd.shape[1:3])
-    return (w_BSh[..., None, :] @ products_BShL)[..., 0, :]
+def select_keys(
+    indexed: Indexed, seen_BS2: torch.Tensor, topk: int, backend: Backend = "auto"
+) -> torch.Tensor:
+    """Select ``topk`` keys for each token: int32 [B, S, K], in the order of their places; -1: none.
 
-
-def visible_keys(seen_BS2: torch.Tensor, num_keys: int) -> torch.Tensor:
-    """Return bool [B, S, L]: the keys that each token may see, by ``Context.seen_BS2``."""
-    index_L = torch.arange(num_keys, device=seen_BS2.device)
-    first_BS1, last_BS1 = seen_BS2.split(1, dim=-1)
-    return (index_L >= first_BS1) & (index_L <= last_BS1)
-
-
-def select_keys(indexed: Indexed, seen_BS2: torch.Tensor, topk: int) -> torch.Tensor:
-    """Select ``topk`` keys for each token: int32 [B, S, K], the highest score first; -1: none.
-
-    A token that may see fewer keys than ``topk`` selects all of them.
+    A token that may see fewer keys than ``topk`` selects all of them. ``backend`` is that of
+    :func:`moetrain.kernels.attention.index_keys.select_keys`.
 
     Args:
         seen_BS2: the first and the last key that each token may see.
     """
-    return _select(indexed.q_BShd, indexed.k_BLd, indexed.w_BSh, seen_BS2, topk)
-
-
-@torch.library.custom_op("moetrain::select_keys", mutates_args=())
-def _select(
-    q_BShd: torch.Tensor,
-    k_BLd: torch.Tensor,
-    w_BSh: torch.Tensor,
-    seen_BS2: torch.Tensor,
-    topk: int,
-) -> torch.Tensor:
-    B, S, h, _ = q_BShd.shape
-    L = k_BLd.shape[1]
-    out_BSK = q_BShd.new_empty(B, S, topk, dtype=torch.int32)
-    block = max(1, _BLOCK_SCORES // max(1, B * h * L))
-    for start in range(0, S, block):
-        own = slice(start, start + block)
-        scores_BSL = index_scores(q_BShd[:, own], k_BLd, w_BSh[:, own])
-        scores_BSL = scores_BSL.masked_fill(~visible_keys(seen_BS2[:, own], L), -torch.inf)
-        # Torch's topk may take any of equal scores. A stable sort keeps their order.
-        found = scores_BSL.sort(dim=-1, descending=True, stable=True)
-        is_hidden_BSK = found.values[..., :topk] == -torch.inf
-        out_BSK[:, own] = found.indices[..., :topk].masked_fill(is_hidden_BSK, -1).int()
-    return out_BSK
-
-
-@_select.register_fake
-def _(
-    q_BShd: torch.Tensor,
-    k_BLd: torch.Tensor,
-    w_BSh: torch.Tensor,
-    seen_BS2: torch.Tensor,
-    topk: int,
-) -> torch.Tensor:
-    return q_BShd.new_empty(*q_BShd.shape[:2], topk, dtype=torch.int32)
-
-
-worth_saving("routing", torch.ops.moetrain.select_keys.default)
+    q_BShd, k_BLd, w_BSh = indexed.q_BShd, indexed.k_BLd, indexed.w_BSh
+    return index_keys.select_keys(q_BShd, k_BLd, w_BSh, seen_BS2, topk, backend)
 
 
 def select_in_pages(
-    indexed: Indexed, keys_PZd: torch.Tensor, rows: PagedRows, topk: int
+    indexed: Indexed,
+    keys_PZd: torch.Tensor,
+    rows: PagedRows,
+    topk: int,
+    backend: Backend = "auto",
 ) -> torch.Tensor | None:
     """Select ``topk`` keys for each token of a step: int32 [1, T, K], counted in its sequence.
 
@@ -226,7 +178,7 @@ def select_in_pages(
     # 2. Gather the keys of some tokens' sequences, and select among them.
     num_pages = -(-longest // keys_PZd.shape[1])
     width = num_pages * keys_PZd[0].numel()
-    block = max(1, _BLOCK_SCORES // width)
+    block = max(1, _GATHERED // width)
     found: list[torch.Tensor] = []
     for start in range(0, len(place_T), block):
         own = slice(start, start + block)
@@ -236,5 +188,5 @@ def select_in_pages(
             k_BLd=keys_PZd[pages_tM].flatten(1, 2),
             w_BSh=indexed.w_BSh[0, own, None],
         )
-        found.append(select_keys(some, seen_T2[own, None], topk)[:, 0])
+        found.append(select_keys(some, seen_T2[own, None], topk, backend)[:, 0])
     return torch.cat(found)[None]

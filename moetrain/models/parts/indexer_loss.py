@@ -24,9 +24,10 @@ from collections.abc import Mapping
 
 import torch
 
+from moetrain.kernels.attention.index_keys import visible_keys
 from moetrain.kernels.attention.paged import as_mask
 from moetrain.models.layers import Selection
-from moetrain.models.parts.indexer import Indexed, visible_keys
+from moetrain.models.parts.indexer import Indexed
 from moetrain.runtime.typed import OpContext
 
 _BLOCK_SCORES = 2**27

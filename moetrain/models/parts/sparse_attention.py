@@ -290,7 +290,7 @@ class SparseLatent(MultiHeadLatent, SelectsKeys):
             assert self.indexer.cache is not None  # for_generation has made it
             indexed = self.indexer(*inputs, context)
             keys_PZd = self.indexer.cache.store(indexed.k_BLd[0], rows.slots_T)
-            return Selection(select_in_pages(indexed, keys_PZd, rows, self.topk))
+            return Selection(select_in_pages(indexed, keys_PZd, rows, self.topk, self.backend))
         learns = self.indexer_learns and self.indexer_mode != "frozen" and torch.is_grad_enabled()
         leaves_out = self._leaves_out(context)
         if not (learns or leaves_out):
@@ -303,7 +303,7 @@ class SparseLatent(MultiHeadLatent, SelectsKeys):
         keys_BSK = None
         if leaves_out:
             with torch.no_grad():
-                keys_BSK = select_keys(indexed, context.seen_BS2, self.topk)
+                keys_BSK = select_keys(indexed, context.seen_BS2, self.topk, self.backend)
         if not learns:
             return Selection(keys_BSK)
         if expanded is None:

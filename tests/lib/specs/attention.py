@@ -13,6 +13,7 @@ from moetrain.kernels.attention.attention import (
     attention_packed_backward_op,
     attention_packed_op,
 )
+from moetrain.kernels.attention.index_keys import select_keys, select_keys_op
 from moetrain.kernels.attention.peaks import raise_peaks, raise_peaks_op
 from moetrain.kernels.attention.sinks import attention_packed_with_sinks, attention_with_sinks_op
 from moetrain.kernels.attention.sparse import (
@@ -281,9 +282,84 @@ SPARSE_ATTENTION = KernelSpec(
     },
 )
 
+
+def _index_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    """Draw small whole numbers, of which every dtype computes the same scores; many are equal.
+
+    That needs widths whose root is a power of two. The queries of a row are its last tokens.
+    ``first``: the first key that they may see.
+    """
+    B, S, L, h, d = (case[name] for name in "BSLhd")
+
+    def whole(*shape: int) -> torch.Tensor:
+        return (4 * uniform(generator, *shape) - 2).round()
+
+    last_BS = torch.arange(L - S, L, device=generator.device).expand(B, S)
+    first_BS = last_BS.clamp(max=case.get("first", 0))
+    return {
+        "q_BShd": whole(B, S, h, d).to(dtype),
+        "k_BLd": whole(B, L, d).to(dtype),
+        "w_BSh": whole(B, S, h),
+        "seen_BS2": torch.stack((first_BS, last_BS), dim=-1),
+        "topk": case["K"],
+    }
+
+
+def _index_cost(case: Case) -> tuple[Cost, Cost]:
+    B, S, L, h, d = (case[name] for name in "BSLhd")
+    pairs = B * S * (L - S / 2)
+    bytes_needed = B * (2 * d * (S * h + L) + 4 * S * (h + case["K"]))
+    return Cost(bytes_needed, 2.0 * pairs * h * d), Cost()
+
+
+_INDEXER = {"h": 32, "d": 128, "K": 2048}
+_EXACT = {**_INDEXER, "d": 64}
+
+SELECT_KEYS = KernelSpec(
+    name="select_keys",
+    fast=partial(select_keys, backend="triton"),
+    reference=partial(select_keys, backend="reference"),
+    make_inputs=_index_inputs,
+    cases=(
+        {"B": 2, "S": 9, "L": 9, "h": 3, "d": 16, "K": 4, "first": 2},
+        {"B": 1, "S": 1, "L": 1, "h": 1, "d": 16, "K": 3},
+        {"B": 2, "S": 3, "L": 150, "h": 5, "d": 64, "K": 40},
+        {"B": 3, "S": 1, "L": 40, "h": 64, "d": 64, "K": 39},
+        {"B": 1, "S": 37, "L": 37, "h": 12, "d": 16, "K": 1},
+        {"B": 1, "S": 0, "L": 0, "h": 2, "d": 16, "K": 4},
+    ),
+    benches=(
+        Bench(
+            {"B": 1, "S": 8192, "L": 8192, **_INDEXER},
+            check_case={"B": 1, "S": 99, "L": 3000, **_EXACT},
+        ),
+        Bench(
+            {"B": 1, "S": 32_768, "L": 32_768, **_INDEXER},
+            check_case={"B": 2, "S": 9, "L": 5000, **_EXACT},
+        ),
+        Bench(
+            {"B": 64, "S": 1, "L": 8192, **_INDEXER},
+            check_case={"B": 9, "S": 1, "L": 5000, **_EXACT},
+        ),
+    ),
+    tolerance={torch.float32: 0.0, torch.bfloat16: 0.0},
+    cost=_index_cost,
+    ops=(select_keys_op,),
+    bad_inputs={
+        r"\[B, S, h, d\], \[B, L, d\]": lambda x: x | {"k_BLd": x["k_BLd"][..., 1:]},
+        "at least one key": lambda x: x | {"topk": 0},
+        "weights of fp32": lambda x: x | {"w_BSh": x["w_BSh"].bfloat16()},
+        "powers of two from 16": lambda x: x | {n: x[n][..., :12] for n in ("q_BShd", "k_BLd")},
+        "at most 128 heads": lambda x: (
+            x | {"q_BShd": x["q_BShd"].repeat(1, 1, 50, 1), "w_BSh": x["w_BSh"].repeat(1, 1, 50)}
+        ),
+    },
+)
+
 SPECS = (
     SCORE_PEAKS,
     SPARSE_ATTENTION,
+    SELECT_KEYS,
     ATTENTION_PACKED,
     replace(
         ATTENTION_PACKED,

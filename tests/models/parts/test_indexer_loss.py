@@ -8,10 +8,11 @@ import torch
 from torch.nn.functional import layer_norm
 
 from moetrain.config import Config, ConfigError
+from moetrain.kernels.attention.index_keys import index_scores, visible_keys
 from moetrain.kernels.attention.paged import as_mask
 from moetrain.models.layers import Selection
 from moetrain.models.parts import indexer_loss
-from moetrain.models.parts.indexer import Indexed, index_scores, select_keys, visible_keys
+from moetrain.models.parts.indexer import Indexed, select_keys
 from moetrain.models.parts.indexer_loss import attention_weights, divergence
 from moetrain.models.transformer import Inputs, Transformer, plan_model
 from moetrain.train.loop import Trainer
@@ -88,7 +89,7 @@ def test_ops_are_as_they_declare():
     inputs = *own, weights_BSL, seen_BS2, keys_BSK, torch.ones(2, 9, dtype=torch.float64)
     torch.library.opcheck(torch.ops.moetrain.indexer_divergence.default, inputs)
     plain = [x.detach() for x in own]
-    torch.library.opcheck(torch.ops.moetrain.select_keys.default, (*plain, seen_BS2, 3))
+    torch.library.opcheck(torch.ops.moetrain.select_keys.default, (*plain, seen_BS2, 3, False))
 
 
 def model_of(case, mode, dtype=torch.float64):
