@@ -249,6 +249,12 @@ class KernelsSection(Section):
     computes in bf16."""
 
     @property
+    def sparse_form(self) -> SparseAttentionName:
+        """``sparse_attention``, which is dense instead of auto beside a chosen ``attention``."""
+        is_chosen = self.sparse_attention == "auto" and self.attention != "auto"
+        return "dense" if is_chosen else self.sparse_attention
+
+    @property
     def batch_invariant(self) -> bool:
         return self.attention == "exact"
 

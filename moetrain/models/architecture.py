@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import nn
 
 from moetrain.config import KernelsSection, MoeSection
-from moetrain.config.compute import SavedName
+from moetrain.config.compute import SavedName, SparseAttentionName
 from moetrain.models.rope_scaling import QueryScaling, RopeScaling, Rotation
 from moetrain.models.rules import COLWISE, NORM, SCORE, ZERO_NORM, PartStyle, Rule, ShardingPlan
 
@@ -75,6 +75,10 @@ class Workload:
     """Degree of context parallelism."""
     gathers_keys: bool = False
     """True: attention has the keys and values of all context parallel ranks' tokens."""
+    seq_len: int = 0
+    """Tokens of a whole row; 0: not known."""
+    sparse_attention: SparseAttentionName = "dense"
+    """The form of attention to selected keys, as ``kernels.sparse_attention``."""
 
     @property
     def own_tokens(self) -> int:

@@ -118,6 +118,15 @@ def fits_kernels(dtype: torch.dtype, num_heads: int, value_dim: int, rest: int) 
     return dtype in _DTYPES and widths and num_heads <= _MOST_HEADS
 
 
+def scratch_bytes(
+    tokens: int, keys: int, heads: float, topk: int, width: int, itemsize: int
+) -> float:
+    """Return the bytes that the backward takes beside its inputs and results."""
+    terms = itemsize * min(_TOKENS, tokens) * topk * (width + 2 * heads)
+    index, sums = 2 * 4 * _TOKENS * keys, 4 * width * keys
+    return terms + index + sums
+
+
 def _reference(
     q_THw: torch.Tensor, kv_Lw: torch.Tensor, keys_TK: torch.Tensor, scale: float, value_dim: int
 ) -> torch.Tensor:

@@ -29,6 +29,7 @@ heads, d width of a query and a key, n of its part that does not rotate, r of th
 of a value, c of the latent.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,10 +37,11 @@ from typing import Any
 import torch
 
 from moetrain.config import KernelsSection, MoeSection
+from moetrain.config.compute import SavedName
 from moetrain.kernels.attention.attention import AttentionMask
 from moetrain.kernels.attention.paged import PagedRows, as_mask
-from moetrain.kernels.attention.sparse import fits_kernels, sparse_attention
-from moetrain.models.architecture import Weight, Workload, linear
+from moetrain.kernels.attention.sparse import fits_kernels, scratch_bytes, sparse_attention
+from moetrain.models.architecture import FP32, Weight, Workload, linear
 from moetrain.models.generation import Caches, LayerCache, SeveralCaches
 from moetrain.models.layers import Context, Selection, SelectsKeys
 from moetrain.models.parts.indexer import (
@@ -153,13 +155,61 @@ class SparseLatentAttention(LatentAttention):
         """The same layer, using the keys of an earlier one."""
         return replace(self, has_indexer=False)
 
-    def activations(self, share: Workload) -> float:
-        """Return the bytes of latent attention, and of the selected keys.
+    def _num_keys(self, share: Workload) -> int:
+        """Return the keys of a row that leaves out some, on one rank, else 0."""
+        leaves_out = share.seq_len > self.index_topk
+        return leaves_out * (share.key_tokens if share.cp > 1 else share.seq_len)
 
-        The mask over all keys of a row is not counted, since a row's length is not known here.
+    def _is_sparse(self, share: Workload) -> bool:
+        keys = self._num_keys(share)
+        least = {"auto": self.crossing, "dense": math.inf, "sparse": 0}
+        return keys > least[share.sparse_attention]
+
+    @property
+    def _sparse_elements(self) -> tuple[int, int]:
+        """Elements that a head has for each token in the sparse form: absorbed queries, results."""
+        return self.kv_lora_rank + self.qk_rope_head_dim, self.kv_lora_rank
+
+    def activations(self, share: Workload) -> float:
+        """Return the bytes of latent attention and of the selected keys.
+
+        The dense form also keeps a mask over the keys of a row. The sparse one has no expanded keys
+        and values of its tokens, but absorbed queries and results, and the weights by which it
+        makes them.
         """
         own = 4 * self.index_topk * share.tokens if self.has_indexer else 0
-        return super().activations(share) + own
+        if not self._is_sparse(share):
+            mask = share.tokens * self._num_keys(share) * share.width
+            return super().activations(share) + own + mask
+        w, (queries, results) = share.width, self._sparse_elements
+        expanded = self.num_heads * w * (self.head_dim + self.v_head_dim)
+        heads = self.num_heads * w * (queries + results)
+        # The weights, and the unit vectors that they are made of.
+        weights = self.kv_lora_rank * w * (self.expanded[1] / share.tp + self.kv_lora_rank)
+        # The latents of all tokens, beside their rotated keys, instead of those of its own tokens.
+        latents = w * (share.key_tokens * queries - share.tokens * self.kv_lora_rank)
+        if share.tokens > share.seq_len:  # keys of several rows are counted anew
+            own += 4 * self.index_topk * share.tokens
+        alone = super().activations(replace(share, gathers_keys=False))
+        return alone + own + latents + weights + share.tokens * (heads - expanded) / share.tp
+
+    def saved(self, share: Workload) -> Mapping[SavedName, float]:
+        found = dict(super().saved(share))
+        if self._is_sparse(share):
+            w, (_, results) = share.width, self._sparse_elements
+            found["attention"] = share.tokens * self.num_heads * (results * w + FP32) / share.tp
+            found["linear"] -= share.tokens * w * self.expanded[1] / share.tp
+        return found
+
+    def working_set(self, share: Workload) -> float:
+        found = super().working_set(share)
+        if self._is_sparse(share):
+            w, (queries, results) = share.width, self._sparse_elements
+            heads = self.num_heads / share.tp
+            found += share.tokens * w * heads * (queries + results)
+            sizes = (share.tokens, share.key_tokens, heads, self.index_topk, queries)
+            found += scratch_bytes(*sizes, w)
+        return found
 
     def exchanged(self, share: Workload) -> dict[str, float]:
         found = super().exchanged(share)
@@ -178,9 +228,7 @@ class SparseLatent(MultiHeadLatent, SelectsKeys):
         self.num_heads = sizes.num_heads
         self.indexer_learns = sizes.indexer_learns
         self.topk = sizes.index_topk
-        self.form, self.crossing = kernels.sparse_attention, sizes.crossing
-        if kernels.attention != "auto" and self.form == "auto":
-            self.form = "dense"
+        self.form, self.crossing = kernels.sparse_form, sizes.crossing
         self.indexer = Indexer(sizes.indexer, kernels) if sizes.has_indexer else None
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride] - it also returns the keys

@@ -287,6 +287,8 @@ class RankSizes:
             is_compiled=config.compile.is_on,
             cp=dims.cp,
             gathers_keys=dims.cp_method == "all_gather",
+            seq_len=config.data.seq_len,
+            sparse_attention=config.kernels.sparse_form,
         )
         self.residual_bytes = self.share.own_tokens * arch.hidden_size * dtype.itemsize
         """Bytes of a micro-batch's residual stream."""

@@ -3,7 +3,7 @@
 Logits and gradients are compared with transformers' in tests/models/families/test_families.py.
 """
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -20,16 +20,19 @@ from moetrain.generate.engine import Generator
 from moetrain.generate.request import Request, SamplingParams
 from moetrain.kernels.attention import index_keys, paged
 from moetrain.kernels.attention import sparse as sparse_kernel
+from moetrain.kernels.attention.attention import AttentionMask
 from moetrain.kernels.attention.index_keys import index_scores, visible_keys
 from moetrain.kernels.attention.paged import PagedRows, as_mask
+from moetrain.models.architecture import Workload
 from moetrain.models.families import FAMILIES, PRESETS
 from moetrain.models.hf.config import architecture_from_hf, exported_config
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.save import save_hf
-from moetrain.models.layers import Selection
+from moetrain.models.layers import Context, Selection
 from moetrain.models.parts import sparse_attention
 from moetrain.models.parts.indexer import Indexed, select_keys
 from moetrain.models.parts.lora import adaptable, add_adapters
+from moetrain.models.rope_scaling import RotaryEmbedding
 from moetrain.models.transformer import Inputs, Transformer, compile_blocks, plan_model
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.pipeline.stages import StagePlan
@@ -649,6 +652,73 @@ def test_auto_is_dense_on_a_cpu_and_beside_a_chosen_attention(monkeypatch):
     # Rows that select all keys are dense whatever is asked for.
     in_the_sparse_form(model)(tokens(1, 4))
     assert not calls.shapes
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_the_estimate_knows_what_the_sparse_form_keeps(rows):
+    """In bf16, of a layer that is given its keys; kernels of norms keep what compiled norms do."""
+    if torch.cuda.is_available():
+        pytest.skip("Triton's interpreter is off")
+    arch, size = architecture_of("glm_moe_dsa", **WIDE), 40
+    part = arch.attention(1)
+    assert not part.has_indexer
+    kernels = KernelsSection(backend="triton", sparse_attention="sparse")
+    module = part.build(kernels, MoeSection()).bfloat16()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    x_BSD = torch.randn(rows, size, 64).bfloat16().requires_grad_()
+    index_BSK = torch.arange(16).int().expand(rows, size, -1)
+    keys_BSK = index_BSK.where(index_BSK <= torch.arange(size)[:, None], -1)
+    rotation = RotaryEmbedding(arch.rotation(0))(torch.arange(size)[None])
+    given = (x_BSD, keys_BSK, *rotation, *module.parameters())
+    own = {t.untyped_storage().data_ptr() for t in given}
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    context = Context(rotation, AttentionMask("sdpa"), selected_BSK=keys_BSK)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        module(x_BSD, context)
+    how = {"seq_len": size, "sparse_attention": "sparse", "is_compiled": True}
+    share = Workload(tokens=rows * size, tp=1, ep=1, width=2, **how)
+    found = sum(storage.nbytes() for storage in kept.values())
+    assert part.activations(share) == pytest.approx(found, rel=0.01)
+    assert part.activations(replace(share, seq_len=0)) < 0.8 * found
+
+
+def test_the_estimate_knows_the_form_and_the_scratch_of_long_rows():
+    """GLM-5's layer with eight tensor parallel ranks: a mask, or 256 tokens' terms and an index."""
+    part = PRESETS["glm-5"].attention(0).without_indexer
+    sizes = {"tokens": 16_384, "tp": 8, "ep": 8, "width": 2, "is_compiled": True}
+    share = Workload(**sizes, seq_len=16_384, sparse_attention="auto")
+    dense, sparse = (
+        (part.activations(one), part.saved(one)["attention"], part.working_set(one))
+        for one in (replace(share, sparse_attention="dense"), share)
+    )
+    heads = 8 * 16_384
+    weights = 512 * 2 * (8 * (192 + 256) + 512)
+    mask = 2 * 16_384**2
+    added = 2 * heads * (576 + 512 - 512) + 2 * 16_384 * 64 + weights
+    assert sparse[0] - dense[0] == pytest.approx(added - mask)
+    assert sparse[1] == heads * (2 * 512 + 4)
+    scratch = 2 * 256 * 2048 * (576 + 2 * 8) + 16_384 * (2 * 4 * 256 + 4 * 576)
+    assert sparse[2] - dense[2] == pytest.approx(2 * heads * (576 + 512) + scratch)
+    # Short rows, rows of unknown length, and those below the crossing have the dense form.
+    for seq_len in (0, 2048, 4096):
+        one = replace(share, seq_len=seq_len)
+        masked = 2 * 16_384 * (seq_len if seq_len > 2048 else 0)
+        assert part.activations(one) == pytest.approx(dense[0] - mask + masked)
+
+
+@pytest.mark.parametrize("attention", ["auto", "sdpa"])
+def test_a_dry_run_takes_the_form_of_the_settings(attention):
+    form = KernelsSection(attention=attention).sparse_form
+    assert form == ("auto" if attention == "auto" else "dense")
+    assert KernelsSection(attention=attention, sparse_attention="sparse").sparse_form == "sparse"
 
 
 @pytest.mark.parametrize(
