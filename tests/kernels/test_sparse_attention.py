@@ -30,7 +30,7 @@ def test_a_key_that_all_tokens_select_gets_the_sum_over_all_blocks_of_tokens(
     keys_TK = inputs["keys_TK"]
     assert (keys_TK == 2).any(1).sum() == 9
     errors = relative_errors(SPARSE_ATTENTION, inputs)
-    assert max(errors.values()) < 3e-6, errors
+    assert max(errors.values()) < 5e-6, errors
 
 
 def test_formulas_of_the_gradients_by_hand():
@@ -62,7 +62,7 @@ def test_the_order_of_a_tokens_keys_and_places_without_one_change_little(device)
         for keys in (keys_TK, moved_TK)
     )
     for name, x in want.items():
-        assert relative_error(got[name], x) < 1e-6, name
+        assert relative_error(got[name], x) < 5e-6, name
 
 
 @pytest.mark.gpu

@@ -54,7 +54,8 @@ def select_keys(
     Args:
         q_BShd, k_BLd: rotated index queries and keys.
         w_BSh: the heads' weights, at least fp32.
-        seen_BS2: int64, the first and the last key that each token may see.
+        seen_BS2: int64, the first key, from 0, and the last that each token may see. Keys from L on
+            do not exist. A token whose last key comes before its first sees none.
         backend: auto takes the kernels on CUDA if they fit: queries and keys of bf16, fp16 or fp32,
             weights of fp32, widths d that are powers of two from 16, and at most 128 heads.
 
@@ -173,10 +174,13 @@ def _launch(
     is_wide = q_BShd.dtype == torch.float32
     scores, keys = _OF_FP32_SCORES if is_wide else _OF_SCORES, _OF_KEYS
     heads = triton.next_power_of_2(h)
+    rows = max(scores.rows, heads)
+    # A program takes at least the queries whose heads are rows of one product.
+    taken = max(scores.queries, rows // heads)
     scores_BsL = w_BSh.new_empty(B, block, L)
     for start in range(0, S, block):
         queries = min(block, S - start)
-        _scores_kernel[(triton.cdiv(L, scores.keys), triton.cdiv(queries, scores.queries), B)](
+        _scores_kernel[(triton.cdiv(L, scores.keys), triton.cdiv(queries, taken), B)](
             q_BShd,
             k_BLd,
             w_BSh,
@@ -191,8 +195,8 @@ def _launch(
             H=h,
             D=d,
             HEADS=heads,
-            ROWS=max(scores.rows, heads),
-            QUERIES=scores.queries,
+            ROWS=rows,
+            QUERIES=taken,
             BL=scores.keys,
             PRECISION="ieee" if is_wide else "tf32",
             num_warps=scores.warps,
@@ -268,7 +272,7 @@ def _keys_kernel(
     row, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     query = batch * S + start + row
     first = tl.load(seen_ptr + query * 2).to(tl.int32)
-    last = tl.load(seen_ptr + query * 2 + 1).to(tl.int32)
+    last = tl.minimum(tl.load(seen_ptr + query * 2 + 1), L - 1).to(tl.int32)
     scores_ptr += (batch * block + row) * L
     out_ptr += query * K
     places = tl.arange(0, N)

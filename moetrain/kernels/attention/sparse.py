@@ -245,7 +245,7 @@ def sparse_attention_op(
     if sizes.is_empty:
         return out_THc.zero_(), lse_TH.fill_(-torch.inf)
     blocks, launched = sizes.of_heads(sizes.launches.forward)
-    forward_kernel[(blocks, sizes.T)](
+    forward_kernel[(sizes.T * blocks,)](
         q_THw, kv_Lw, keys_TK, out_THc, lse_TH, scale, **sizes.constants, **launched
     )
     return out_THc, lse_TH
@@ -295,7 +295,7 @@ def sparse_attention_gradients_op(
         own = slice(start, start + _TOKENS)
         do, q, keys = do_THc[own], q_THw[own], keys_TK[own]
         # 1. dq, and p and ds of each token and key.
-        query_gradients_kernel[(blocks, len(q))](
+        query_gradients_kernel[(len(q) * blocks,)](
             do,
             q,
             kv_Lw,
@@ -310,7 +310,7 @@ def sparse_attention_gradients_op(
             **launched,
         )
         # 2. Their sums over heads, and the table.
-        terms_kernel[(triton.cdiv(K, terms.keys), len(q))](
+        terms_kernel[(len(q) * triton.cdiv(K, terms.keys),)](
             do,
             q,
             keys,

@@ -42,8 +42,9 @@ def forward_kernel(
     PLACES: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Compute the results and the log-sum-exps of BH heads of one token."""
-    heads = tl.program_id(0) * BH + tl.arange(0, BH)
-    token = tl.program_id(1).to(tl.int64)
+    BLOCKS: tl.constexpr = (H + BH - 1) // BH
+    heads = tl.program_id(0) % BLOCKS * BH + tl.arange(0, BH)
+    token = (tl.program_id(0) // BLOCKS).to(tl.int64)
     is_head = (heads < H)[:, None]
     row = ((token * H + heads) * (C + R))[:, None]
     q_c = tl.load(q_ptr + row + tl.arange(0, C)[None, :], mask=is_head, other=0.0)
@@ -80,8 +81,9 @@ def query_gradients_kernel(
     PLACES: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Compute dq of BH heads of one token, and keep p and ds of its keys."""
-    heads = tl.program_id(0) * BH + tl.arange(0, BH)
-    token = tl.program_id(1).to(tl.int64)
+    BLOCKS: tl.constexpr = (H + BH - 1) // BH
+    heads = tl.program_id(0) % BLOCKS * BH + tl.arange(0, BH)
+    token = (tl.program_id(0) // BLOCKS).to(tl.int64)
     is_head = (heads < H)[:, None]
     dims, rotating = tl.arange(0, C)[None, :], C + tl.arange(0, R)[None, :]
     row = ((token * H + heads) * (C + R))[:, None]
@@ -127,8 +129,9 @@ def terms_kernel(
 
     HEADS are H, rounded up to a power of two.
     """
-    token = tl.program_id(1).to(tl.int64)
-    first, count = tl.program_id(0) * BK, _num_places(keys_ptr, token, K, PLACES)
+    PARTS: tl.constexpr = (K + BK - 1) // BK
+    token = (tl.program_id(0) // PARTS).to(tl.int64)
+    first, count = tl.program_id(0) % PARTS * BK, _num_places(keys_ptr, token, K, PLACES)
     if first < count:
         places = first + tl.arange(0, BK)
         keys = tl.load(keys_ptr + token * K + places, mask=places < count, other=-1)
