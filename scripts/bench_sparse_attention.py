@@ -249,8 +249,9 @@ def tuned(part: SparseLatentAttention, tokens: int) -> Iterator[str]:
         except triton.runtime.errors.OutOfResources as error:
             yield f"{name}: {error}"
     own._NARROW = kept
-    for own._TOKENS in (128, 256, 512, 1024):
-        yield f"tokens {own._TOKENS}: {of_op(part, keys_TK)}"
+    for number in (128, 256, 512, 1024):
+        own._TOKENS = number
+        yield f"tokens {number}: {of_op(part, keys_TK)}"
     own._TOKENS = size
 
 

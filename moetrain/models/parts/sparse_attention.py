@@ -262,18 +262,24 @@ class SparseLatent(MultiHeadLatent, SelectsKeys):
         """Return True if these rows are attended to in the sparse form."""
         if self.form == "dense" or self.cache is not None or not self._leaves_out(context):
             return False
-        drops = self.wkv_b.lora_scale is not None and self.wkv_b.lora_dropout > 0
-        if self.form == "sparse":
-            if drops or self.is_watched:
-                raise ValueError(
-                    'kernels.sparse_attention "sparse" has no dropout on wkv_b, and no scores for '
-                    "QK-clip; use dense"
-                )
-            return True
         q_BSHd = projected.q_BSHd
+        drops = self.wkv_b.lora_scale is not None and self.wkv_b.lora_dropout > 0
+        is_fast = use_fast(self.backend, q_BSHd)
         fits = fits_kernels(q_BSHd.dtype, q_BSHd.shape[2], self.latent, self.rope)
-        is_fast = fits and q_BSHd.is_cuda and use_fast(self.backend, q_BSHd)
-        return is_fast and not (drops or self.is_watched) and _num_keys(projected) > self.crossing
+        if self.form == "auto":
+            is_possible = q_BSHd.is_cuda and is_fast and fits and not (drops or self.is_watched)
+            return is_possible and _num_keys(projected) > self.crossing
+        asked = 'kernels.sparse_attention: "sparse"'
+        if drops or self.is_watched:
+            problem = "has no dropout of an adapter on wkv_b, and no scores for QK-clip"
+            raise ValueError(f"{asked} {problem}; use dense")
+        if is_fast and not fits:
+            given = (
+                f"{q_BSHd.shape[2]} heads, kv_lora_rank {self.latent}, qk_rope_head_dim {self.rope}"
+            )
+            takes = "at most 256 heads, and the others must be powers of two from 16"
+            raise ValueError(f"{asked} was given {given}; it takes {takes}. Use dense")
+        return True
 
     def _attend_within_latents(self, projected: Projected, keys_BSK: torch.Tensor) -> torch.Tensor:
         """Return each head's result, [B, S, H, v], by the sparse form."""

@@ -734,6 +734,21 @@ def test_settings_that_the_sparse_form_cannot_have_are_refused(words, problem):
         Config.load("debug", words, environ={})
 
 
+def test_what_the_sparse_form_cannot_take_is_named(monkeypatch):
+    model = in_the_sparse_form(drawn(architecture_of("deepseek_v32")))
+    attn = model.layers[0].attn
+    attn.is_watched = True
+    with pytest.raises(ValueError, match="no scores for QK-clip; use dense"):
+        model(tokens(1, 23))
+    attn.is_watched, attn.wkv_b.lora_scale, attn.wkv_b.lora_dropout = False, 1.0, 0.1
+    with pytest.raises(ValueError, match="no dropout of an adapter on wkv_b"):
+        model(tokens(1, 23))
+    attn.wkv_b.lora_scale = None
+    monkeypatch.setattr(sparse_attention, "use_fast", lambda *_: True)
+    with pytest.raises(ValueError, match="4 heads, kv_lora_rank 12, qk_rope_head_dim 6; it takes"):
+        model(tokens(1, 23))
+
+
 @pytest.mark.tier("long")
 def test_the_sparse_form_gives_the_single_process_answer_on_meshes(tmp_path):
     meshes = [{"tp": 2}, {"cp": 2}, {"dp_shard": 2, "ep": 2}, {"pp": 2}]
