@@ -39,7 +39,7 @@ from moetrain.kernels.experts.clamped_swiglu import (
 )
 from moetrain.kernels.experts.products import grouped_mm, grouped_weight_grad
 from moetrain.kernels.experts.relu2 import relu2, relu2_gradients
-from moetrain.kernels.experts.swiglu import GATES, kind_and_limit, swiglu, swiglu_gradients
+from moetrain.kernels.experts.swiglu import GATES, read_gate, swiglu, swiglu_gradients
 from moetrain.runtime.backend import Backend, tl, triton
 
 _COLUMNS, _WARPS = 1024, 2
@@ -82,7 +82,7 @@ class Gated:
     has_gate: ClassVar[bool] = True
 
     kind: str
-    """The activation of the gate, a name of ``GATES`` or ``limited``."""
+    """The activation of the gate, a name of ``GATES``, ``limited`` or ``oai``."""
 
     def forward(
         self, a_RA: torch.Tensor, weights_R: torch.Tensor, offsets_E: torch.Tensor, backend: Backend
@@ -161,18 +161,19 @@ ACTIVATIONS: Mapping[str, Activation] = {
 }
 """The activations of experts without biases, by the names that ops, parts and architectures use.
 
-A gated one also has names with limits (:func:`activation_of`)."""
+Gated ones also have names with numbers (:func:`activation_of`)."""
 
 
 def activation_of(name: str) -> Activation:
-    """Return the activation called ``name``, a key of :data:`ACTIVATIONS` or a gate's with a limit.
+    """Return the activation called ``name``: a key of :data:`ACTIVATIONS`, or a gate's with numbers
+    (:func:`~moetrain.kernels.experts.swiglu.read_gate`).
 
     Raises ValueError: there is none.
     """
     known = ACTIVATIONS.get(name)
     if known is not None:
         return known
-    kind_and_limit(name)
+    read_gate(name)
     return Gated(name)
 
 

@@ -13,8 +13,15 @@ Both factors may be clamped, to ``min(act(gate), c) * clamp(up, -c, c)`` for a l
 these values in the formulas then, and a clamped one gets no gradient. The name of such an
 activation also has the limit: ``silu<=7.0`` (:func:`limited`).
 
+GPT-OSS's variant (:func:`oai`; with the experts' biases it is
+:mod:`moetrain.kernels.experts.clamped_swiglu`) clamps the gate before its activation, multiplies it
+by a factor alpha within the sigmoid, and adds 1 to the clamped ``up``::
+
+    g = min(gate, c)      u = alpha * g      act = g * sigmoid(u)      y = act * (clamp(up) + 1) * w
+
 Worked example, one row, F = 1: gate 0, up 3, w 2 and dy 1 give s = 1/2, y = 0, d_up = 0,
-d_gate = 1 * 2 * 3 * 1/2 = 3 and d_w = 0. With the limit 1, d_gate = 1 * 2 * 1 * 1/2 = 1.
+d_gate = 1 * 2 * 3 * 1/2 = 3 and d_w = 0. With the limit 1, d_gate = 1 * 2 * 1 * 1/2 = 1, and in
+GPT-OSS's variant 1 * 2 * (1 + 1) * 1/2 = 2.
 
 Rows are independent: uninitialised rows, past those of the last expert, change no other row.
 
@@ -25,7 +32,7 @@ Legend: R rows, F expert width. ``gate_up`` holds gate in its first F columns an
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -53,7 +60,19 @@ GATES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 """The activations of a gate by their names, in plain torch."""
 _LIMIT = "<="
+_OAI = "swigluoai"
 NO_LIMIT = float("inf")
+
+
+class Gate(NamedTuple):
+    """An activation of a gate and its numbers, as its name says them."""
+
+    kind: str
+    """A name of :data:`GATES`, or ``swigluoai``."""
+    limit: float = NO_LIMIT
+    """The largest value of both factors; infinity: nothing is clamped."""
+    alpha: float = 1.0
+    """For ``swigluoai`` the factor of the gate within the sigmoid."""
 
 
 def limited(kind: str, limit: float | None) -> str:
@@ -61,21 +80,33 @@ def limited(kind: str, limit: float | None) -> str:
     return f"{kind}{_LIMIT}{limit!r}" if limit else kind
 
 
-def kind_and_limit(activation: str) -> tuple[str, float]:
-    """Return the row of :data:`GATES` that ``activation`` names, and its limit (infinity: none).
+def oai(limit: float, alpha: float) -> str:
+    """Return the name of GPT-OSS's activation, such as ``swigluoai(1.702)<=7.0``."""
+    return f"{_OAI}({alpha!r}){_LIMIT}{limit!r}"
 
-    Raises ValueError: it names none.
+
+def read_gate(activation: str) -> Gate:
+    """Return what ``activation`` names: a row of :data:`GATES`, :func:`limited` or :func:`oai`.
+
+    Raises ValueError: it names none of these.
     """
     kind, separator, number = activation.partition(_LIMIT)
-    limit = float(number) if separator else NO_LIMIT
-    if kind not in GATES or not limit > 0:
+    limit, alpha = float(number) if separator else NO_LIMIT, 1.0
+    if kind.startswith(f"{_OAI}(") and separator:
+        kind, alpha = _OAI, float(kind.removeprefix(f"{_OAI}(").removesuffix(")"))
+    elif kind not in GATES:
+        kind = ""
+    if not (kind and limit > 0):
         raise ValueError(f"activation {activation!r} is not one of {', '.join(map(repr, GATES))}")
-    return kind, limit
+    return Gate(kind, limit, alpha)
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    """Return ``act(gate) * up`` in plain torch, both clamped if ``activation`` has a limit."""
-    kind, limit = kind_and_limit(activation)
+    """Return ``act(gate) * up`` in plain torch, clamped if ``activation`` has a limit."""
+    kind, limit, alpha = read_gate(activation)
+    if kind == _OAI:
+        gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+        return gate * (alpha * gate).sigmoid() * (up + 1)
     active = GATES[kind](gate)
     if limit == NO_LIMIT:
         return active * up
@@ -93,7 +124,7 @@ def swiglu(
     Args:
         gate_up_R2F: bf16, fp16 or fp32, contiguous.
         weights_R: routing weights, any floating dtype, differentiable too; None: ones.
-        activation: a name of :data:`GATES`, or one of :func:`limited`.
+        activation: a name of :data:`GATES`, or one of :func:`limited` or :func:`oai`.
 
     Raises:
         ValueError: shapes, dtypes or the activation do not fit.
@@ -102,8 +133,11 @@ def swiglu(
     if not is_paired or (weights_R is not None and weights_R.shape != gate_up_R2F.shape[:1]):
         takes = "[R, 2F], gate's columns, then up's, and one weight a row"
         raise refusal("swiglu", takes, gate_up=gate_up_R2F, weights=weights_R)
-    if activation.partition(_LIMIT)[0] not in GATES:
-        raise refusal("swiglu", " or ".join(map(repr, GATES)), activation=repr(activation))
+    try:
+        read_gate(activation)
+    except ValueError:
+        takes = " or ".join(map(repr, GATES))
+        raise refusal("swiglu", takes, activation=repr(activation)) from None
     if not use_fast(backend, gate_up_R2F):
         wide = torch.promote_types(gate_up_R2F.dtype, torch.float32)
         gate_RF, up_RF = gate_up_R2F.to(wide).chunk(2, dim=-1)
@@ -128,11 +162,12 @@ def swiglu_op(
     rows = gate_up_R2F.shape[0]
     width = gate_up_R2F.shape[1] // 2
     y_RF = gate_up_R2F.new_empty(rows, width)
-    kind, limit = kind_and_limit(activation)
+    kind, limit, alpha = read_gate(activation)
     grid = (rows, triton.cdiv(width, _COLS))
     _forward_kernel[grid](
-        gate_up_R2F, weights_R, y_RF, width, COLS=_COLS, GATE=kind, LIMIT=limit, num_warps=_WARPS
-    )
+        gate_up_R2F, weights_R, y_RF, width,
+        COLS=_COLS, GATE=kind, LIMIT=limit, ALPHA=alpha, num_warps=_WARPS,
+    )  # fmt: skip
     return y_RF
 
 
@@ -170,10 +205,10 @@ def swiglu_gradients(
     """Return ``d_gate_up`` and ``d_weights``, within an op; ``y_RF`` receives :func:`swiglu`."""
     rows, width = dy_RF.shape
     d_gate_up_R2F, d_weights_R = torch.empty_like(gate_up_R2F), torch.empty_like(weights_R)
-    kind, limit = kind_and_limit(activation)
+    kind, limit, alpha = read_gate(activation)
     _backward_kernel[(rows,)](
         dy_RF, gate_up_R2F, weights_R, d_gate_up_R2F, d_weights_R, y_RF, width,
-        COLS=_COLS, GATE=kind, LIMIT=limit, num_warps=_WARPS,
+        COLS=_COLS, GATE=kind, LIMIT=limit, ALPHA=alpha, num_warps=_WARPS,
     )  # fmt: skip
     return d_gate_up_R2F, d_weights_R
 
@@ -195,42 +230,58 @@ swiglu_op.register_autograd(_differentiate, setup_context=_save)
 
 
 @triton.jit
-def _share(gate, GATE: tl.constexpr):
+def _share(gate, GATE: tl.constexpr, ALPHA: tl.constexpr):
     """Return the share s of the gate: the activation is ``gate * s``."""
     if GATE == "gelu":
         gate = gate * (gate * gate * _CUBIC + 1.0) * _SLOPE
+    if GATE == "swigluoai":
+        gate = gate * ALPHA
     return tl.sigmoid(gate)
 
 
 @triton.jit
-def _slope(gate, s, active, GATE: tl.constexpr):
+def _slope(gate, s, active, GATE: tl.constexpr, ALPHA: tl.constexpr):
     """Return ``gate * ds / dgate``, given s and ``active = gate * s``."""
     slope = active * (1 - s)
     if GATE == "gelu":
         slope *= (gate * gate * _CUBIC * 3.0 + 1.0) * _SLOPE
+    if GATE == "swigluoai":
+        slope *= ALPHA
     return slope
 
 
 @triton.jit
-def _clamped(active, up, LIMIT: tl.constexpr):
+def _clamped(factor, up, LIMIT: tl.constexpr):
     """Clamp both factors. NaN stays NaN, which ``tl.minimum`` would hide."""
-    active = tl.where(active > LIMIT, LIMIT, active)
-    return active, tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    factor = tl.where(factor > LIMIT, LIMIT, factor)
+    return factor, tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+
+
+@triton.jit
+def _factors(gate, up, GATE: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+    """Return both factors of the result."""
+    if GATE == "swigluoai":
+        gate, up = _clamped(gate, up, LIMIT)
+        active, up = gate * _share(gate, GATE, ALPHA), up + 1.0
+    else:
+        active = gate * _share(gate, GATE, ALPHA)
+        if LIMIT != _NO_LIMIT:
+            active, up = _clamped(active, up, LIMIT)
+    return active, up
 
 
 @triton.jit
 def _forward_kernel(
-    gate_up, weights, y, width, COLS: tl.constexpr, GATE: tl.constexpr, LIMIT: tl.constexpr
-):
+    gate_up, weights, y, width,
+    COLS: tl.constexpr, GATE: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
     gate_at = gate_up + row * 2 * width + col
     gate = tl.load(gate_at, col < width).to(tl.float32)
     up = tl.load(gate_at + width, col < width).to(tl.float32)
     w = tl.load(weights + row).to(tl.float32)
-    active = gate * _share(gate, GATE)
-    if LIMIT != _NO_LIMIT:
-        active, up = _clamped(active, up, LIMIT)
+    active, up = _factors(gate, up, GATE, LIMIT, ALPHA)
     tl.store(y + row * width + col, active * up * w, col < width)
 
 
@@ -246,6 +297,7 @@ def _backward_kernel(
     COLS: tl.constexpr,
     GATE: tl.constexpr,
     LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     w = tl.load(weights + row).to(tl.float32)
@@ -257,15 +309,16 @@ def _backward_kernel(
         gate = tl.load(gate_up + gate_at, col < width, other=0.0).to(tl.float32)
         up = tl.load(gate_up + gate_at + width, col < width, other=0.0).to(tl.float32)
         d_y = tl.load(dy + row * width + col, col < width, other=0.0).to(tl.float32)
-        s = _share(gate, GATE)
+        s = _share(gate, GATE, ALPHA)
         active = gate * s
-        slope = s + _slope(gate, s, active, GATE)
+        slope = s + _slope(gate, s, active, GATE, ALPHA)
         d_yw = d_y * w
         d_yw_of_up = d_yw
         if LIMIT != _NO_LIMIT:
-            slope = tl.where(active > LIMIT, 0.0, slope)
+            bounded = gate if GATE == "swigluoai" else active
+            slope = tl.where(bounded > LIMIT, 0.0, slope)
             d_yw_of_up = tl.where((up > LIMIT) | (up < -LIMIT), 0.0, d_yw)
-            active, up = _clamped(active, up, LIMIT)
+            active, up = _factors(gate, up, GATE, LIMIT, ALPHA)
         d_w += d_y * active * up
         tl.store(d_gate_up + gate_at, d_yw * up * slope, col < width)
         tl.store(d_gate_up + gate_at + width, d_yw_of_up * active, col < width)
