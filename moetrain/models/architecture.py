@@ -212,6 +212,10 @@ class AttentionPart(Part):
     """True: it carries a state from token to token, and so needs ``Context.documents``."""
     needs_lse: ClassVar[bool] = False
     """True: its mask's backend must compute the log-sum-exp."""
+    has_indexer_loss: ClassVar[bool] = False
+    """True: ``train.indexer`` can train its indexer."""
+    has_sparse_form: ClassVar[bool] = False
+    """True: ``kernels.sparse_attention`` chooses between two forms of it."""
 
     window: int | None = None
     """The number of tokens that a token attends to, itself included; None: all tokens up to it."""
@@ -288,6 +292,9 @@ class Architecture(BaseModel):
     activation: ClassVar[str] = "silu"
     """The activation of the gates of the family's feed-forward layers and experts, a name of
     :data:`moetrain.kernels.experts.swiglu.GATES`."""
+
+    by_layer: ClassVar[tuple[str, ...]] = ("sliding_windows", "moe_layers", "linear_layers")
+    """The names of fields that are empty or have an entry for each layer."""
 
     family: str
     """Hugging Face ``model_type``, a key of :data:`moetrain.models.families.FAMILIES`."""
@@ -390,7 +397,7 @@ class Architecture(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> Architecture:
-        for name in ("sliding_windows", "moe_layers", "linear_layers"):
+        for name in self.by_layer:
             value = getattr(self, name)
             if value and len(value) != self.num_layers:
                 problem = f"{name} has {len(value)} entries, but num_layers is {self.num_layers}"

@@ -177,13 +177,18 @@ class Family:
     empty: there are none. An export copies them unchanged."""
     unadaptable: str = ""
     """The pattern of weights for which PEFT takes no adapters in this family."""
+    unadapted: str = ""
+    """The pattern, a regular expression, of modules of ``transformers`` that have no adapters, but
+    the names of modules that do; empty: there are none."""
     other_maps: tuple[WeightMap, ...] = ()
     """Maps of other layouts in which files hold the same tensors; an export keeps its source's."""
     section: tuple[str, str] | None = None
     """The key of ``config.json`` that holds the model's own keys, and the ``model_type`` in there;
     None: the model's keys are at the top."""
     activation: str = "silu"
-    """The one value of ``hidden_act`` that is supported."""
+    """The one value of ``hidden_act`` that is supported, by the name that published files have."""
+    written_activation: str | None = None
+    """The name that ``transformers`` writes; None: the same."""
     read_layers: Callable[[ConfigJson], Fields] = lambda config: {}
     """Computes the fields that depend on several keys, or that differ between layers, from the
     config with ``defaults`` filled in."""

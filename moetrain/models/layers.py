@@ -6,8 +6,8 @@ forward, so code that stores it differently (sharded, say) supplies it in a sing
 
 Left out on purpose: dropout, and initial values (all are in :mod:`moetrain.models.rules`).
 
-Legend: B batch, S sequence, T tokens, D model width, V vocabulary, F MLP width, L labels, N and K
-selected tokens.
+Legend: B batch, S sequence, T tokens, D model width, V vocabulary, F MLP width, L labels or keys, N
+and K selected tokens, A heads with a mask of their own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -340,6 +340,17 @@ class Context(NamedTuple):
     selected_BSK: torch.Tensor | None = None
     """int32: the keys that an earlier layer has selected for each token, as
     :attr:`Selection.keys_BSK`. None: no layer has."""
+
+    def showing(self, visible_BASL: torch.Tensor) -> "Context":
+        """Return the context in which tokens see only the keys that the mask shows. No cache.
+
+        Args:
+            visible_BASL: bool; L counts all keys. A is 1, or the number of key/value heads.
+        """
+        backend = "reference" if self.mask.backend == "reference" else "sdpa"
+        parts = visible_BASL.chunk(max(1, len(self.parts)), dim=2)
+        masks = [AttentionMask(backend, dense_BSS=part) for part in parts]
+        return self._replace(mask=masks[0], parts=tuple(masks) if self.parts else ())
 
 
 class Selection(NamedTuple):

@@ -92,9 +92,19 @@ def _check_selections(config: Config, arch: Architecture) -> None:
     """Raise ConfigError for settings that do not suit how the layers select keys, if they do."""
     found = [part.most_keys for part in arch.attentions()]
     most = min((number for number in found if number is not None), default=None)
-    if most is None and (mode := config.train.indexer) != "frozen":
-        problem = f"{mode!r}, but {arch.family} has no indexers, which select attention's keys"
+    if (mode := config.train.indexer) != "frozen" and not any(
+        part.has_indexer_loss for part in arch.attentions()
+    ):
+        lacks = "no indexers, which" if most is None else "no loss for its indexers, which"
+        problem = f"{mode!r}, but {arch.family} has {lacks} select attention's keys"
         raise ConfigError("train.indexer", f"{problem}; use frozen")
+    form = config.kernels.sparse_attention
+    has_form = any(part.has_sparse_form for part in arch.attentions())
+    if most is not None and form == "sparse" and not has_form:
+        problem = (
+            f"{form!r}, but there is no kernel for the keys that layers of {arch.family} select"
+        )
+        raise ConfigError("kernels.sparse_attention", f"{problem}; use auto")
     backend, length = config.kernels.attention, config.data.seq_len
     if most is not None and length > most and backend not in ("auto", "sdpa", "reference"):
         problem = f"{backend!r} takes no mask, by which layers of {arch.family} select {most} keys"

@@ -57,6 +57,21 @@ WINDOW = {"sliding_window": 5}
 ERNIE = {"head_dim": 12, "moe_intermediate_size": 24, "moe_num_experts": 6, "moe_k": 2}
 HUNYUAN = {"head_dim": 12, "num_experts": 6, "moe_topk": 2}
 NTK = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 1e4}
+M3 = {
+    "head_dim": 12,
+    "partial_rotary_factor": 0.5,
+    "rotary_dim": 6,
+    "dense_intermediate_size": 56,
+    "shared_intermediate_size": 24,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+    "index_n_heads": 2,
+    "index_head_dim": 10,
+    "index_block_size": 2,  # so few that short documents are longer
+    "index_topk_blocks": 2,
+}
 OLMOE = {"num_experts": 6, "num_experts_per_tok": 2}
 FLEX_OLMO = {
     # Otherwise norms magnify results near zero, and with them rounding errors.
@@ -982,6 +997,45 @@ CASES = {
     "bailing_hybrid not normalised": {**LING, "norm_topk_prob": False, "num_experts_per_tok": 5},
     "bailing_hybrid every expert": {**LING, "num_experts_per_tok": 6, "v_head_dim": 26},
     "bailing_hybrid many experts": {**LING, "num_local_experts": 33, "num_experts_per_tok": 7},
+    "minimax_m3_vl_text": M3,
+    "minimax_m3_vl_text one block": {**M3, "index_topk_blocks": 1},
+    "minimax_m3_vl_text two own blocks": {**M3, "index_local_blocks": 2, "index_topk_blocks": 3},
+    "minimax_m3_vl_text large blocks": {**M3, "index_block_size": 7},
+    "minimax_m3_vl_text no own block": {**M3, "index_local_blocks": 0},
+    "minimax_m3_vl_text single keys": {**M3, "index_block_size": 1, "index_topk_blocks": 5},
+    "minimax_m3_vl_text all blocks but one": {**M3, "index_block_size": 5, "index_topk_blocks": 4},
+    "minimax_m3_vl_text every block": {**M3, "index_topk_blocks": 12},
+    "minimax_m3_vl_text every layer": {**M3, "layer_types": ["minimax_m3_sparse"] * 3},
+    "minimax_m3_vl_text no sparse layer": {**M3, "layer_types": ["full_attention"] * 3},
+    "minimax_m3_vl_text published keys": {
+        **{key: M3[key] for key in M3 if not key.startswith(("index_", "layer_", "mlp_"))},
+        "hidden_act": "swigluoai",
+        "moe_layer_freq": [0, 1, 1],
+        "sparse_attention_config": {
+            "use_sparse_attention": True,
+            "sparse_num_index_heads": 2,
+            "sparse_index_dim": 10,
+            "sparse_block_size": 3,
+            "sparse_topk_blocks": 2,
+            "sparse_local_block": 1,
+            "sparse_init_block": 0,
+            "sparse_score_type": "max",
+            "sparse_attention_freq": [0, 1, 1],
+        },
+    },
+    "minimax_m3_vl_text one kv head": {**M3, "num_key_value_heads": 1, "index_n_heads": 1},
+    "minimax_m3_vl_text as many kv heads": {**M3, "num_key_value_heads": 4, "index_n_heads": 4},
+    "minimax_m3_vl_text whole heads": {**M3, "partial_rotary_factor": 1.0, "index_head_dim": 12},
+    "minimax_m3_vl_text stretched": {
+        **M3,
+        "rope_parameters": {**YARN, "partial_rotary_factor": 0.5},
+    },
+    "minimax_m3_vl_text tied": {**M3, "tie_word_embeddings": True},
+    "minimax_m3_vl_text low limit": {**M3, "swiglu_limit": 0.3, "swiglu_alpha": 0.9},
+    "minimax_m3_vl_text another factor": {**M3, "routed_scaling_factor": 2.7},
+    "minimax_m3_vl_text no dense layer": {**M3, "mlp_layer_types": None},
+    "minimax_m3_vl_text every expert": {**M3, "num_experts_per_tok": 6},
+    "minimax_m3_vl_text many experts": {**M3, "num_local_experts": 37, "num_experts_per_tok": 8},
 }
 FAMILY_CASES = [case for case in CASES if " " not in case]
 """One case of each family."""
@@ -1054,7 +1108,7 @@ def centre(case, name):
     """
     if case.startswith("bailing_hybrid") and name.endswith("dt_bias"):
         return -3.0
-    is_zero_centred = case.startswith("step3p")
+    is_zero_centred = case.startswith(("step3p", "minimax_m3"))
     return 1.0 if name.endswith(AROUND_ONE) and not is_zero_centred else 0.0
 
 

@@ -75,7 +75,8 @@ class AttentionMask(NamedTuple):
     backend: str
     """sdpa, cudnn, exact, flex or reference."""
     dense_BSS: torch.Tensor | None = None
-    """For sdpa and reference: [B, 1, S, S], True where visible; None: plain causal."""
+    """For sdpa and reference: [B, 1, S, S], True where visible, or [B, G, S, S] with a mask of each
+    key/value head, for all query heads that read it; None: plain causal."""
     blocks: BlockMask | None = None
     """For flex: its block mask."""
     cu_seqlens: torch.Tensor | None = None
@@ -246,9 +247,14 @@ def attention(
         assert mask.dense_BSS is not None  # AttentionMask.of always makes one for it
         repeats = q.shape[1] // k.shape[1]
         k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
+        visible = mask.dense_BSS
+        if visible.shape[1] > 1:
+            visible = visible.repeat_interleave(repeats, dim=1)
         scores = (q @ k.transpose(-1, -2)).float() * score_scale(q, scale)
-        weights = scores.masked_fill(~mask.dense_BSS, float("-inf")).softmax(-1)
+        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
         out = weights.to(v.dtype) @ v
+    elif mask.dense_BSS is not None and mask.dense_BSS.shape[1] > 1:
+        out = attend_by_groups(q, k, v, mask.dense_BSS, scale)
     else:
         with sdpa_kernel(_SDPA_ORDER, set_priority=True):
             out = F.scaled_dot_product_attention(
@@ -261,6 +267,28 @@ def attention(
                 enable_gqa=grouped,
             )
     return out.transpose(1, 2)
+
+
+def attend_by_groups(
+    q_BHSd: torch.Tensor,
+    k_BGLd: torch.Tensor,
+    v_BGLv: torch.Tensor,
+    visible_BGSL: torch.Tensor,
+    scale: float | None,
+) -> torch.Tensor:
+    """Return torch's attention [B, H, S, v], with a mask of each key/value head.
+
+    Key/value heads become batch rows, so that no mask is repeated for the query heads of a group.
+    """
+    repeats = q_BHSd.shape[1] // k_BGLd.shape[1]
+    q_RrSd = q_BHSd.unflatten(1, (-1, repeats)).flatten(0, 1)
+    k_RrLd, v_RrLv = (x.flatten(0, 1)[:, None].repeat(1, repeats, 1, 1) for x in (k_BGLd, v_BGLv))
+    visible_R1SL = visible_BGSL.flatten(0, 1)[:, None]
+    with sdpa_kernel(_SDPA_ORDER, set_priority=True):
+        out_RrSv = F.scaled_dot_product_attention(
+            q_RrSd, k_RrLd, v_RrLv, attn_mask=visible_R1SL, scale=scale
+        )
+    return out_RrSv.unflatten(0, visible_BGSL.shape[:2]).flatten(1, 2)
 
 
 def score_scale(q: torch.Tensor, scale: float | None) -> float:

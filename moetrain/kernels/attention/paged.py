@@ -4,7 +4,8 @@ On CUDA the batch-invariant kernels run. Elsewhere torch's own attention runs, o
 one length together.
 
 Legend: T tokens of a step, N sequences, P pages, Z tokens of a page, M pages of a sequence at most,
-H query heads, G key/value heads, d width of a query and a key, v of a value.
+H query heads, G key/value heads, d width of a query and a key, v of a value, K selected blocks of
+keys, A heads with a selection of their own (G, or 1: all heads share it).
 """
 
 from collections import defaultdict
@@ -38,9 +39,12 @@ class PagedRows(NamedTuple):
     arrived: torch.Tensor | None = None
     """Counters for :func:`~moetrain.kernels.attention.batch_invariant.paged_attention` if keys and
     values are in their slots already; None: they are still to be stored."""
-    selected_TK: torch.Tensor | None = None
-    """int32: the keys to which each token attends, counted in its sequence; -1: none. None: it
-    attends to all keys of its sequence so far."""
+    selected_TAK: torch.Tensor | None = None
+    """int32: the blocks of keys to which each token attends, counted in its sequence; -1: none. Of
+    its own block it sees the keys up to itself. None: it attends to all keys of its sequence so
+    far."""
+    selected_size: int = 1
+    """Keys of a block of :attr:`selected_TAK`."""
 
     def places(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sequence of each of ``tokens`` tokens, and the number of tokens before it
@@ -50,11 +54,14 @@ class PagedRows(NamedTuple):
         return sequence_T, self.seen_N[sequence_T] + index_T - self.ends_N[sequence_T]
 
 
-def as_mask(keys_BSK: torch.Tensor, num_keys: int) -> torch.Tensor:
-    """Return bool [B, S, L]: True for the selected keys. A key of -1 is none."""
-    mask_BSL = keys_BSK.new_zeros(*keys_BSK.shape[:2], num_keys + 1, dtype=torch.bool)
-    places_BSK = keys_BSK.long().where(keys_BSK >= 0, num_keys)  # the last column is dropped
-    return mask_BSL.scatter(-1, places_BSK, True)[..., :num_keys]
+def as_mask(keys_K: torch.Tensor, num_keys: int) -> torch.Tensor:
+    """Return bool [..., L]: True for the selected of ``num_keys`` keys, or blocks of keys.
+
+    ``keys_K`` is [..., K]. A key of -1 is none.
+    """
+    mask_L = keys_K.new_zeros(*keys_K.shape[:-1], num_keys + 1, dtype=torch.bool)
+    places_K = keys_K.long().where(keys_K >= 0, num_keys)  # the last column is dropped
+    return mask_L.scatter(-1, places_K, True)[..., :num_keys]
 
 
 def attend_over_pages(
@@ -95,11 +102,11 @@ def attend_over_pages(
             scale=scale,
             sinks_H=sinks_H,
         )
-        if rows.selected_TK is None:
+        if rows.selected_TAK is None:
             return out_THv
         assert window is None  # no family has windows or sinks beside a selection
         assert sinks_H is None
-        return _with_selected(out_THv, q_THd, cache, rows, rows.selected_TK, scale)
+        return _with_selected(out_THv, q_THd, cache, rows, rows.selected_TAK, scale)
     is_stored_T = rows.slots_T >= 0
     slots_T = rows.slots_T[is_stored_T].long()
     for pages, x_TGd in zip(cache, (k_TGd, v_TGv), strict=True):
@@ -112,7 +119,7 @@ def _with_selected(
     q_THd: torch.Tensor,
     cache: _Cache,
     rows: PagedRows,
-    selected_TK: torch.Tensor,
+    selected_TAK: torch.Tensor,
     scale: float | None,
 ) -> torch.Tensor:
     """Return ``whole_THv``, attention to all keys, for tokens that see no more keys than are
@@ -122,29 +129,35 @@ def _with_selected(
     tokens at a time. No shape depends on values, so a CUDA graph can contain it.
     """
     keys_PZGd, values_PZGv = cache
-    size, (tokens, topk) = keys_PZGd.shape[1], selected_TK.shape
+    page, tokens, size = keys_PZGd.shape[1], len(q_THd), rows.selected_size
+    heads, most = keys_PZGd.shape[2], selected_TAK.shape[2] * size
     sequence_T, place_T = rows.places(tokens)
-    width = topk * (keys_PZGd[0, 0].numel() + values_PZGv[0, 0].numel())
+    head_G1 = torch.arange(heads, device=q_THd.device)[:, None]
+    within = torch.arange(size, device=q_THd.device)
+    width = most * (keys_PZGd[0, 0].numel() + values_PZGv[0, 0].numel())
     block, out = max(1, _GATHERED // width), []
     for start in range(0, tokens, block):
         own = slice(start, start + block)
-        places_tK = selected_TK[own].long().clamp(min=0)
-        pages_tK = rows.pages_NM[sequence_T[own]].long().gather(1, places_tK // size)
-        slots_tK = pages_tK.clamp(min=0) * size + places_tK % size
-        k_tHKd, v_tHKv = (x.flatten(0, 1)[slots_tK].transpose(1, 2) for x in cache)
-        mask_t11K = (selected_TK[own] >= 0)[:, None, None]
-        # A slot of a step may hold no sequence. Then it selects no key, and its result is not read.
-        mask_t11K = mask_t11K | ~mask_t11K.any(-1, keepdim=True)
-        out_tH1v = F.scaled_dot_product_attention(
-            q_THd[own, :, None],
-            k_tHKd,
-            v_tHKv,
-            attn_mask=mask_t11K,
-            scale=scale,
-            enable_gqa=q_THd.shape[1] != k_tHKd.shape[1],
+        blocks_tAK1 = selected_TAK[own, :, :, None].long()
+        places_tAL = (blocks_tAK1.clamp(min=0) * size + within).flatten(2)
+        is_seen_tAL = (blocks_tAK1 >= 0).expand(-1, -1, -1, size).flatten(2)
+        is_seen_tAL = is_seen_tAL & (places_tAL <= place_T[own, None, None])
+        # The last block may reach beyond the sequence's pages. Such keys are not seen.
+        places_tAL = places_tAL.minimum(place_T[own, None, None])
+        pages_tAM = (
+            rows.pages_NM[sequence_T[own]].long()[:, None].expand(-1, places_tAL.shape[1], -1)
         )
-        out.append(out_tH1v[:, :, 0])
-    return torch.where((place_T < topk)[:, None, None], whole_THv, torch.cat(out))
+        pages_tAL = pages_tAM.gather(2, places_tAL // page)
+        slots_tAL = pages_tAL.clamp(min=0) * page + places_tAL % page
+        k_tGLd, v_tGLv = (x.flatten(0, 1)[slots_tAL, head_G1] for x in cache)
+        # A slot of a step may hold no sequence. Then it selects no key, and its result is not read.
+        mask_tA1L = (is_seen_tAL | ~is_seen_tAL.any(-1, keepdim=True))[:, :, None]
+        # The query heads of a key/value head are rows of queries, which see the same keys.
+        out_tGrv = F.scaled_dot_product_attention(
+            q_THd[own].unflatten(1, (heads, -1)), k_tGLd, v_tGLv, attn_mask=mask_tA1L, scale=scale
+        )
+        out.append(out_tGrv.flatten(1, 2))
+    return torch.where((place_T < most)[:, None, None], whole_THv, torch.cat(out))
 
 
 def _attend_by_lengths(
@@ -171,10 +184,14 @@ def _attend_by_lengths(
         visible_QL = distance_QL >= 0
         if window is not None:
             visible_QL &= distance_QL < window
-        if rows.selected_TK is not None:
-            selected_NQL = as_mask(rows.selected_TK[at_NQ], length)
-            visible_QL = visible_QL & selected_NQL[:, None]
         q, k, v = (x.transpose(1, 2) for x in (q_THd[at_NQ], *past))
+        if rows.selected_TAK is not None:
+            size = rows.selected_size
+            selected_NAQK = rows.selected_TAK[at_NQ].transpose(1, 2)
+            blocks_NAQL = as_mask(selected_NAQK, -(-length // size)).repeat_interleave(size, dim=-1)
+            visible_QL = visible_QL & blocks_NAQL[..., :length]
+            if visible_QL.shape[1] > 1:  # a selection of each key/value head
+                visible_QL = visible_QL.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         if sinks_H is not None:
             out_NHQv = dense_attention_with_sinks(q, k, v, visible_QL, sinks_H, scale)
         else:

@@ -51,7 +51,7 @@ def architecture_from_hf(config: ConfigJson) -> Architecture:
     own = {family.aliases.get(key, key): value for key, value in own.items()}
     values: Fields = {**family.defaults, **own}
     _check_types(values, family)
-    if values["hidden_act"] != family.activation:
+    if values["hidden_act"] not in (family.activation, family.written_activation):
         raise _error(
             f"hidden_act {values['hidden_act']!r} is not supported, only {family.activation!r}"
         )

@@ -216,6 +216,7 @@ def save_peft(
         for site in sites:
             saved.add(site.kind)
             tensors[f"{site.module}.weight"] = weight.clone()
+    excluded = (_TOWERS if family.section else "", family.unadapted)
     settings = {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if arch.num_labels else "CAUSAL_LM",
@@ -234,7 +235,7 @@ def save_peft(
         # PEFT divides this by the rank, which gives our scale, also for rank-stabilised LoRA.
         "lora_alpha": lora.scale * lora.rank,
         "target_modules": sorted(modules),
-        "exclude_modules": _TOWERS if family.section else None,
+        "exclude_modules": "|".join(filter(None, excluded)) or None,
         "target_parameters": sorted(parameters) or None,
     }
     folder.mkdir(parents=True, exist_ok=True)

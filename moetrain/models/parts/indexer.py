@@ -17,7 +17,9 @@ Legend: B batch, S queries of a row, L keys of a row, D model width, h index hea
 c width of the queries' latent, K selected keys, T tokens of a step, P pages, Z tokens of a page.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -117,22 +119,31 @@ class Indexer(KernelModule):
         sizes = self.sizes
         q_BShd = self.wq_b(query_latent_BSc).unflatten(-1, (-1, sizes.head_dim))
         k_BS1d = self.k_norm(self.wk(x_BSD))[:, :, None]
-        q_BShd, k_BS1d = (self._rotated(x, context) for x in (q_BShd, k_BS1d))
+        q_BShd, k_BS1d = (rotated(x, context, self, sizes.interleaved) for x in (q_BShd, k_BS1d))
         wide = torch.promote_types(x_BSD.dtype, torch.float32)
         w_BSh = self.weights_proj(x_BSD.to(wide)) * sizes.num_heads**-0.5
         return Indexed(q_BShd, k_BS1d[:, :, 0], w_BSh)
 
-    def _rotated(self, x_BSHd: torch.Tensor, context: Context) -> torch.Tensor:
-        cos_Sp, sin_Sp = (angles.flatten(0, 2) for angles in context.rotation)
-        y_THd = rotary(
-            x_BSHd.flatten(0, 1),
-            cos_Sp,
-            sin_Sp,
-            backend=self.backend,
-            interleaved=self.sizes.interleaved,
-            fusible=not self.batch_invariant,
-        )
-        return y_THd.unflatten(0, x_BSHd.shape[:2])
+
+def rotated(
+    x_BSHd: torch.Tensor, context: Context, module: KernelModule, interleaved: bool
+) -> torch.Tensor:
+    """Return an indexer's queries or keys, the first elements of each head rotated.
+
+    Args:
+        module: the indexer; its kernels are used.
+        interleaved: as :attr:`IndexerSizes.interleaved`.
+    """
+    cos_Sp, sin_Sp = (angles.flatten(0, 2) for angles in context.rotation)
+    y_THd = rotary(
+        x_BSHd.flatten(0, 1),
+        cos_Sp,
+        sin_Sp,
+        backend=module.backend,
+        interleaved=interleaved,
+        fusible=not module.batch_invariant,
+    )
+    return y_THd.unflatten(0, x_BSHd.shape[:2])
 
 
 def select_keys(
@@ -148,6 +159,47 @@ def select_keys(
     """
     q_BShd, k_BLd, w_BSh = indexed.q_BShd, indexed.k_BLd, indexed.w_BSh
     return index_keys.select_keys(q_BShd, k_BLd, w_BSh, seen_BS2, topk, backend)
+
+
+class PagedKeys(NamedTuple):
+    """Some tokens of a step, and the index keys of their sequences."""
+
+    own: slice
+    """The tokens, among those of the step."""
+    keys_tLd: torch.Tensor
+    """The keys of each token's sequence."""
+    seen_t12: torch.Tensor
+    """The first and the last key that each token may see, as ``Context.seen_BS2``."""
+
+
+def keys_in_pages(
+    keys_PZd: torch.Tensor, rows: PagedRows, tokens: int, most_keys: int
+) -> Iterator[PagedKeys]:
+    """Yield the keys of the sequences of a step's tokens, for some tokens at a time.
+
+    It yields nothing if no sequence has more than ``most_keys`` tokens, which are all selected.
+
+    Args:
+        keys_PZd: the keys in pages, those of the step among them.
+        tokens: the number of tokens of the step.
+    """
+    device = keys_PZd.device
+    longest = rows.pages_NM.shape[1] * keys_PZd.shape[1]
+    if device.type == "cpu":  # on a GPU the host would wait for the lengths
+        longest = int((rows.seen_N + rows.ends_N.diff()).max())
+    if longest <= most_keys:
+        return
+    # 1. Find each token's sequence and its place in it.
+    sequence_T, place_T = rows.places(tokens)
+    seen_T2 = torch.stack((torch.zeros_like(place_T), place_T), dim=-1)
+    # 2. Gather the keys of some tokens' sequences.
+    num_pages = -(-longest // keys_PZd.shape[1])
+    width = num_pages * keys_PZd[0].numel()
+    block = max(1, _GATHERED // width)
+    for start in range(0, len(place_T), block):
+        own = slice(start, start + block)
+        pages_tM = rows.pages_NM[sequence_T[own], :num_pages].long().clamp(min=0)
+        yield PagedKeys(own, keys_PZd[pages_tM].flatten(1, 2), seen_T2[own, None])
 
 
 def select_in_pages(
@@ -166,27 +218,12 @@ def select_in_pages(
         indexed: the tokens of the step, as one row.
         keys_PZd: the keys in pages, those of the step among them.
     """
-    device = keys_PZd.device
-    longest = rows.pages_NM.shape[1] * keys_PZd.shape[1]
-    if device.type == "cpu":  # on a GPU the host would wait for the lengths
-        longest = int((rows.seen_N + rows.ends_N.diff()).max())
-    if longest <= topk:
-        return None
-    # 1. Find each token's sequence and its place in it.
-    sequence_T, place_T = rows.places(indexed.q_BShd.shape[1])
-    seen_T2 = torch.stack((torch.zeros_like(place_T), place_T), dim=-1)
-    # 2. Gather the keys of some tokens' sequences, and select among them.
-    num_pages = -(-longest // keys_PZd.shape[1])
-    width = num_pages * keys_PZd[0].numel()
-    block = max(1, _GATHERED // width)
     found: list[torch.Tensor] = []
-    for start in range(0, len(place_T), block):
-        own = slice(start, start + block)
-        pages_tM = rows.pages_NM[sequence_T[own], :num_pages].long().clamp(min=0)
+    for own, keys_tLd, seen_t12 in keys_in_pages(keys_PZd, rows, indexed.q_BShd.shape[1], topk):
         some = Indexed(
             q_BShd=indexed.q_BShd[0, own, None],
-            k_BLd=keys_PZd[pages_tM].flatten(1, 2),
+            k_BLd=keys_tLd,
             w_BSh=indexed.w_BSh[0, own, None],
         )
-        found.append(select_keys(some, seen_T2[own, None], topk, backend)[:, 0])
-    return torch.cat(found)[None]
+        found.append(select_keys(some, seen_t12, topk, backend)[:, 0])
+    return torch.cat(found)[None] if found else None

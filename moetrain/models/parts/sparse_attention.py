@@ -32,13 +32,12 @@ of a value, c of the latent.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from moetrain.config import KernelsSection, MoeSection
 from moetrain.config.compute import SavedName
-from moetrain.kernels.attention.attention import AttentionMask
 from moetrain.kernels.attention.paged import PagedRows, as_mask
 from moetrain.kernels.attention.sparse import fits_kernels, scratch_bytes, sparse_attention
 from moetrain.models.architecture import FP32, Weight, Workload, linear
@@ -70,6 +69,9 @@ _BIAS = replace(_INDEXER, init="zeros")
 @dataclass(frozen=True, kw_only=True)
 class SparseLatentAttention(LatentAttention):
     """Describes latent attention over the keys that an indexer selects."""
+
+    has_indexer_loss: ClassVar[bool] = True
+    has_sparse_form: ClassVar[bool] = True
 
     index_topk: int
     index_num_heads: int
@@ -411,10 +413,6 @@ def _limited(context: Context, keys_BSK: torch.Tensor, num_keys: int) -> Context
     """Return the context whose masks show the selected keys alone."""
     rows: object = context.mask
     if isinstance(rows, PagedRows):
-        limited: Any = rows._replace(selected_TK=keys_BSK[0])
+        limited: Any = rows._replace(selected_TAK=keys_BSK[0, :, None])
         return context._replace(mask=limited)
-    backend = "reference" if context.mask.backend == "reference" else "sdpa"
-    mask_B1SL = as_mask(keys_BSK, num_keys)[:, None]
-    parts = mask_B1SL.chunk(max(1, len(context.parts)), dim=2)
-    masks = [AttentionMask(backend, dense_BSS=part_B1NL) for part_B1NL in parts]
-    return context._replace(mask=masks[0], parts=tuple(masks) if context.parts else ())
+    return context.showing(as_mask(keys_BSK, num_keys)[:, None])

@@ -45,6 +45,7 @@ from moetrain.models.hf.peft import attach_peft
 from moetrain.models.hf.save import save_hf
 from moetrain.models.layers import Context
 from moetrain.models.moe import RoutedExperts
+from moetrain.models.parts.block_attention import BlockSparseAttention
 from moetrain.models.parts.gated_delta import GatedDeltaNet
 from moetrain.models.parts.gemma_layers import GemmaExperts
 from moetrain.models.parts.kimi_delta import KimiDelta
@@ -495,7 +496,7 @@ def formulas(case, tmp_path):
     experts = 2 * stacked * arch.num_experts_per_token * seq_len
     mixers = [part for part in parts if isinstance(part, (GroupedQueryAttention, LatentAttention))]
     sparse = [part for part in mixers if isinstance(part, SparseLatentAttention)]
-    most = [part.index_topk if part in sparse else part.window for part in mixers]
+    most = [part.window or part.most_keys for part in mixers]
     kept = [min(n or seq_len, seq_len) for n in most]
     widths = [
         part.num_heads * (part.head_dim + getattr(part, "v_head_dim", part.head_dim))
@@ -504,6 +505,14 @@ def formulas(case, tmp_path):
     keys = sum(n * (1 - n / (2 * seq_len)) * width for n, width in zip(kept, widths, strict=True))
     scored = [part for part in sparse if part.has_indexer and part.index_topk < seq_len]
     keys += sum(part.index_num_heads * (part.index_head_dim + 1) for part in scored) * seq_len / 2
+    # Of its own block a token sees half on average.
+    in_blocks = [
+        (i, part) for i, part in enumerate(mixers) if isinstance(part, BlockSparseAttention)
+    ]
+    for i, part in in_blocks:
+        past = 1 - kept[i] / seq_len
+        keys -= past * part.index_block_size / 2 * widths[i]
+        keys += (past > 0) * part.index_num_heads * part.index_head_dim * seq_len / 2
     pairs = 2 * keys
     each_state = {
         GatedDeltaNet: lambda part: 6 * part.widths[1] * part.linear_key_head_dim,
@@ -600,6 +609,9 @@ def test_every_family(case, check, tmp_path):
         "minimax_m2-generation",
         "minimax_m2-gradients",
         "minimax_m2-packing",
+        "minimax_m3_vl_text-formulas",
+        "minimax_m3_vl_text-gradients",
+        "minimax_m3_vl_text-packing",
         "olmoe-files",
         "olmoe-formulas",
         "olmoe-generation",
@@ -674,6 +686,8 @@ def test_every_family(case, check, tmp_path):
         "lfm2_moe-generation",
         "mimo_v2_flash-files",
         "mimo_v2_flash-generation",
+        "minimax_m3_vl_text-files",
+        "minimax_m3_vl_text-generation",
         "mistral4-files",
         "mistral4-generation",
         "nemotron_h-files",
@@ -1035,6 +1049,7 @@ PUBLISHED = {
     "glm-5.2": 743.4,
     "kimi-linear-48b-a3b": 49.12,
     "ling-3.0-flash": 124.41,  # without the MTP block
+    "minimax-m3": 426.17,  # without the tower; all of it is counted in test_block_attention.py
 }
 
 
@@ -1328,7 +1343,9 @@ def test_fewer_or_more_blocks_of_a_pattern():
         type(arch).model_validate({**arch.model_dump(), "num_layers": 5})
 
 
-@pytest.mark.parametrize("preset", ["gpt-oss-20b", "gemma-4-26b-a4b", "nemotron-3-nano-30b-a3b"])
+@pytest.mark.parametrize(
+    "preset", ["gpt-oss-20b", "gemma-4-26b-a4b", "nemotron-3-nano-30b-a3b", "minimax-m3"]
+)
 def test_experts_of_other_activations_take_fp8(preset):
     words = [f"model.preset={preset}", "kernels.precision=fp8", "data.source=synthetic"]
     config = Config.load(None, words, environ={})
@@ -1622,6 +1639,56 @@ def test_fewer_or_more_layers_of_a_preset():
             {"rope_parameters": None, "rope_theta": [1e4, 1e3, 1e2]},
             "rope_theta differs between layers of sliding_attention, .*; use a published model",
         ),
+        (
+            "minimax_m3_vl_text",
+            {"scoring_func": "softmax"},
+            "'softmax' is not supported, only 'sig",
+        ),
+        (
+            "minimax_m3_vl_text",
+            {"n_shared_experts": 2},
+            "n_shared_experts 2 is not supported, only",
+        ),
+        ("minimax_m3_vl_text", {"hidden_act": "gelu"}, "hidden_act 'gelu' .* only 'swigluoai'"),
+        ("minimax_m3_vl_text", {"shared_intermediate_size": 0}, "is 0, expected 1 or more"),
+        ("minimax_m3_vl_text", {"layer_types": TURNS}, "layer_types sliding_attention are not"),
+        (
+            "minimax_m3_vl_text",
+            {"layer_types": ["minimax_m3_sparse"]},
+            "sparse_layers has 1 entries, but num_hidden_layers is 3",
+        ),
+        (
+            "minimax_m3_vl_text",
+            {"mlp_layer_types": None, "moe_layer_freq": [0, 1]},
+            r"moe_layer_freq is \[0, 1\], expected a list of num_hidden_layers 3; give an entry",
+        ),
+        (
+            "minimax_m3_vl_text",
+            {"layer_types": None, "sparse_attention_config": {"sparse_attention_freq": 1}},
+            "sparse_attention_freq is 1, expected a list of num_hidden_layers 3",
+        ),
+        (
+            "minimax_m3_vl_text",
+            {"sparse_attention_config": {"sparse_score_type": "sum"}},
+            "sparse_score_type 'sum' is not supported, only 'max'; use a model that has it",
+        ),
+        (
+            "minimax_m3_vl_text",
+            {"sparse_attention_config": {"sparse_disable_index_value": [0, 0, 1]}},
+            r"sparse_disable_index_value \[0, 0, 1\] has a 0 in a sparse layer, .* published model",
+        ),
+        (
+            "minimax_m3_vl_text",
+            {"index_n_heads": 3},
+            "index_n_heads 3 is not num_key_value_heads 2",
+        ),
+        (
+            "minimax_m3_vl_text",
+            {"index_head_dim": 4},
+            "index_head_dim 4 is less than the 6 elements",
+        ),
+        ("minimax_m3_vl_text", {"index_local_blocks": 3}, "3 is more than index_topk_blocks 2"),
+        ("minimax_m3_vl_text", {"index_topk_blocks": 0}, "index_topk_blocks is 0: "),
     ],
 )
 def test_unsupported_configs_of_families_are_refused_in_one_line(family, change, problem, tmp_path):

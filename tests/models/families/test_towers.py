@@ -24,6 +24,7 @@ from moetrain.models.hf.save import save_hf
 from tests.lib.families_beside_transformers import save_adapters
 from tests.lib.family_cases import (
     GLM,
+    M3,
     MISTRAL,
     SIZES,
     SPREAD,
@@ -43,6 +44,7 @@ CLASSES = {
     "glm4v_moe": "Glm4vMoe",
     "kimi_k25": "Kimi_K25",
     "step3p7": "Step3p7",
+    "minimax_m3_vl": "MiniMaxM3Sparse",
 }
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
 VISION |= {"out_hidden_size": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
@@ -73,6 +75,14 @@ TOWERS = {
         "image_size": 28,
         "patch_size": 7,
         "mlp_ratio": 2.0,
+    },
+    "minimax_m3_vl": {
+        "hidden_size": 24,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 7,
     },
 }
 QWEN = {"head_dim": 12, "moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2}
@@ -140,6 +150,20 @@ CASES = {
     "step3p7 biases": {**STEP, "attention_bias": True},
     "step3p7 every expert": {**STEP, "num_experts_per_tok": 6},
     "step3p7 many experts": {**STEP, "n_routed_experts": 37, "num_experts_per_tok": 8},
+    "minimax_m3_vl": M3,
+    "minimax_m3_vl one block": {**M3, "index_topk_blocks": 1},
+    "minimax_m3_vl two own blocks": {**M3, "index_local_blocks": 2, "index_topk_blocks": 3},
+    "minimax_m3_vl large blocks": {**M3, "index_block_size": 7},
+    "minimax_m3_vl single keys": {**M3, "index_block_size": 1, "index_topk_blocks": 5},
+    "minimax_m3_vl every block": {**M3, "index_topk_blocks": 12},
+    "minimax_m3_vl every layer": {**M3, "layer_types": ["minimax_m3_sparse"] * 3},
+    "minimax_m3_vl no sparse layer": {**M3, "layer_types": ["full_attention"] * 3},
+    "minimax_m3_vl one kv head": {**M3, "num_key_value_heads": 1, "index_n_heads": 1},
+    "minimax_m3_vl whole heads": {**M3, "partial_rotary_factor": 1.0, "index_head_dim": 12},
+    "minimax_m3_vl low limit": {**M3, "swiglu_limit": 0.3, "swiglu_alpha": 0.9},
+    "minimax_m3_vl tied": {**M3, "tie_word_embeddings": True},
+    "minimax_m3_vl no dense layer": {**M3, "mlp_layer_types": None},
+    "minimax_m3_vl many experts": {**M3, "num_local_experts": 37, "num_experts_per_tok": 8},
 }
 
 
@@ -348,6 +372,7 @@ def test_experts_of_neither_layout_are_refused(tmp_path):
         ("mistral3", {"model_type": "mistral"}, "model_type 'mistral' .* only 'mistral4'"),
         ("mistral3", {"model_type": None}, "model_type None is not supported, only 'mistral4'"),
         ("step3p7", {"zero_centered": False}, "zero_centered False is not supported, only True"),
+        ("minimax_m3_vl", {"use_gemma_norm": False}, "use_gemma_norm False is not supported, onl"),
     ],
 )
 def test_unsupported_texts_are_refused_in_one_line(family, change, problem):

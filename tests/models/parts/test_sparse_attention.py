@@ -427,16 +427,16 @@ def test_gathered_keys_give_what_masked_keys_give(block, monkeypatch):
         torch.empty(7, 3, 6),
         torch.empty(7, 3, 5),
         cache,
-        rows._replace(selected_TK=selected),
+        rows._replace(selected_TAK=selected[:, None]),
         scale=0.7,
     )
     whole_THv = torch.full_like(want_THv, 7.0)  # what tokens that see four keys or fewer get
-    got_THv = paged._with_selected(whole_THv, q_THd, cache, rows, selected, 0.7)
+    got_THv = paged._with_selected(whole_THv, q_THd, cache, rows, selected[:, None], 0.7)
     want_THv[5:] = 7.0
     torch.testing.assert_close(got_THv, want_THv)
     # A slot without a sequence selects nothing, and must not spoil the others.
     selected[0] = -1
-    again_THv = paged._with_selected(whole_THv, q_THd, cache, rows, selected, 0.7)
+    again_THv = paged._with_selected(whole_THv, q_THd, cache, rows, selected[:, None], 0.7)
     assert torch.equal(again_THv[1:], got_THv[1:])
     assert again_THv.isfinite().all()
 
@@ -457,11 +457,11 @@ def test_generation_by_gathered_keys_chooses_the_same_tokens(case, monkeypatch):
     want, calls = generated(), []
 
     def gathered(q_THd, cache, rows, window, scale, sinks_H):
-        if rows.selected_TK is None:
+        if rows.selected_TAK is None:
             return by_lengths(q_THd, cache, rows, window, scale, sinks_H)
         calls.append(rows)
-        whole = by_lengths(q_THd, cache, rows._replace(selected_TK=None), window, scale, sinks_H)
-        return paged._with_selected(whole, q_THd, cache, rows, rows.selected_TK, scale)
+        whole = by_lengths(q_THd, cache, rows._replace(selected_TAK=None), window, scale, sinks_H)
+        return paged._with_selected(whole, q_THd, cache, rows, rows.selected_TAK, scale)
 
     by_lengths = paged._attend_by_lengths
     monkeypatch.setattr(paged, "_attend_by_lengths", gathered)
