@@ -19,17 +19,25 @@ _OF = r"(?::\w{1,32})?"
 _IN = rf"(?:(?!<tool_call{_OF}>|<invoke |{_BEGIN}).)*?"
 """Text inside a call. It does not reach into the next call, because a text that consists of marks
 would then take quadratic time."""
+_NS = re.escape("]<]minimax[>[")
+"""The mark before every tag of MiniMax-M3."""
+_IN_TAG = rf"(?:(?!{_NS}).)*"
+"""Text inside a tag of MiniMax-M3, without tags in it."""
 _FORMATS = {
     # Hermes, Qwen
     rf"<tool_call>\s*(?P<json>\{{{_IN}\}})\s*</tool_call>": "",
-    # Qwen3-Coder, Nemotron; GLM, Hy3; MiniMax: the arguments one by one
+    # Qwen3-Coder, Nemotron; GLM, Hy3; MiniMax-M3, MiniMax-M2: the arguments one by one
     rf"<tool_call>\s*<function=(?P<name>[^<>]+)>(?P<pairs>{_IN})</function>\s*</tool_call>": (
         r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>"
     ),
     rf"<tool_call{_OF}>\s*(?P<name>[^<{{\s]{{1,128}})(?P<pairs>{_IN})</tool_call{_OF}>": (
         rf"<arg_key{_OF}>(.*?)</arg_key{_OF}>\s*<arg_value{_OF}>(.*?)</arg_value{_OF}>"
     ),
-    rf'<invoke name="(?P<name>[^"<]+)">(?P<pairs>{_IN})</invoke>': (
+    rf'{_NS}<invoke name="(?P<name>[^"<]+)">'
+    rf"(?P<pairs>(?:\s*{_NS}<(?P<tag>[^<>\s/]+)>{_IN_TAG}{_NS}</(?P=tag)>)*)\s*{_NS}</invoke>": (
+        rf"{_NS}<([^<>\s/]+)>({_IN_TAG}){_NS}</\1>"
+    ),
+    rf'<invoke name="(?P<name>[^"<]+)">(?P<pairs>\s*(?:<parameter {_IN})?)</invoke>': (
         r'<parameter name="([^"]+)">(.*?)</parameter>'
     ),
     # DeepSeek
@@ -46,6 +54,7 @@ _MOST_REFERENCES = 100
 """Most references of a chain that are followed; a chain may be a cycle."""
 _AROUND = re.compile(
     rf"<.tool.calls.(?:begin|end).>|</?minimax:tool_call>|</?tool_calls{_OF}>|<\|(?:tool_)?calls\|>"
+    rf"|{_NS}</?tool_call>"
 )
 
 
@@ -163,7 +172,8 @@ def call_grammar(tools: Any, choice: Any, template: str) -> str:
 
     Raises ValueError: the template does not write such calls, or there is no such tool.
     """
-    if "<tool_call>" not in template or any(x in template for x in ("<function=", "<arg_key>")):
+    others = ("<function=", "<arg_key>", "<invoke ")
+    if "<tool_call>" not in template or any(x in template for x in others):
         problem = "this model's chat template does not write calls as JSON in <tool_call> tags"
         raise ValueError(f"tool_choice: {problem}; send auto with a guided_grammar")
     try:

@@ -260,6 +260,12 @@ def test_a_tools_parameters_refer_to_their_own_definitions(choice, parameters, a
     assert (matcher.validate_tokens(list(text)) == len(text)) == follows
 
 
+@pytest.mark.parametrize("mark", ["<function=", "<arg_key>", '<invoke name="'])
+def test_calls_that_are_not_json_have_no_grammar(mark):
+    with pytest.raises(ValueError, match="does not write calls as JSON in <tool_call> tags"):
+        call_grammar([{"function": {"name": "f"}}], "required", f"<tool_call>{mark}")
+
+
 def test_arguments_by_definition_are_read_by_their_type():
     text = "<tool_call><function=f><parameter=a>\n12\n</parameter></function></tool_call>"
     for a in ({"type": "string"}, {"$ref": "#/$defs/A"}):

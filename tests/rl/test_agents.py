@@ -532,6 +532,15 @@ TOOLS = {name: {"properties": {"q": {"type": "string"}, "n": {}}} for name in ("
             [("add", {"n": "x y"}), ("find", {})],
         ),
         (
+            'e]<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="add">]<]minimax[>[<n>[1]'
+            "]<]minimax[>[</n>\n]<]minimax[>[</invoke>\n"
+            ']<]minimax[>[<invoke name="find">]<]minimax[>[<q>3 < 4]<]minimax[>[</q>'
+            "]<]minimax[>[<n>x y]<]minimax[>[</n>]<]minimax[>[</invoke>\n"
+            ']<]minimax[>[<invoke name="find">]<]minimax[>[</invoke>]<]minimax[>[</tool_call>',
+            "e",
+            [("add", {"n": [1]}), ("find", {"q": "3 < 4", "n": "x y"}), ("find", {})],
+        ),
+        (
             "<|tool_calls_begin|><|tool_call_begin|>function<|tool_sep|>add\n```json\n"
             '{"n": 1}\n```<|tool_call_end|><|tool_calls_end|>',
             "",
@@ -579,6 +588,11 @@ def test_tool_calls_of_every_format(text, left, calls):
         "<|tool_call:begin|><|tool_call:name|>a<|tool_call:args|>" * 9999,
         "<tool_call>" + " " * 99_999,
         '<invoke name="add">' * 9999,
+        '<invoke name="add"><n>3</n></invoke>',  # no parameter is lost without a word
+        ']<]minimax[>[<invoke name="add">]<]minimax[>[<n>' * 9999,
+        # Tags within tags are not known.
+        ']<]minimax[>[<invoke name="add">]<]minimax[>[<n>]<]minimax[>[<m>3]<]minimax[>[</m>'
+        "]<]minimax[>[</n>]<]minimax[>[</invoke>",
         '{"name": "add", "arguments": {"n": NaN}}',
     ],
 )
