@@ -8,6 +8,9 @@ that is an expression as a whole is therefore read as if it were boxed::
     10 apples\n#### 10   10               So $x=2$.   x = 2             proof      no value
 
 An answer of a policy is only read so if it has a LaTeX command. Others (``**7**``) are text.
+
+math-verify finds a letter only in a box. If the right answer is a capital letter, the letter that
+the policy's text names is compared (:mod:`moetrain.rl.envs.letters`).
 """
 
 import logging
@@ -15,6 +18,8 @@ import re
 from functools import partial
 from types import ModuleType
 from typing import Any
+
+from moetrain.rl.envs.letters import letter_alone, letter_of
 
 _MARKS = re.compile(r"\$|\\boxed|\\\(|\\\[|####|<<|\S\s*\n\s*\S")
 """Matches what no single expression has: marks around a value, and several lines."""
@@ -28,7 +33,8 @@ _WORD = re.compile(
 class MathReward:
     """Scores 1 if an answer has the value of the line's ``answer``, else 0.
 
-    math-verify understands LaTeX, and different ways to write a number.
+    math-verify understands LaTeX, and different ways to write a number. The same text as the
+    ``answer`` scores 1 too, and so does a text that names its letter, if it is a letter.
     """
 
     def __init__(self, library: ModuleType) -> None:
@@ -40,9 +46,15 @@ class MathReward:
         self._verify = partial(library.verify, timeout_seconds=None)
 
     def __call__(self, line: dict[str, Any], answer: str) -> float:
+        right = str(line["answer"])
+        if answer.strip() == right.strip():
+            return 1.0
+        letter = letter_alone(right)
+        if letter and (named := letter_of(answer)):
+            return float(named == letter)
         is_latex = "\\" in answer
         given = self.values(answer) if is_latex else self._parse(answer)
-        return float(self._verify(self.values(str(line["answer"])), given))
+        return float(self._verify(self.values(right), given))
 
     def values(self, text: str) -> list[Any]:
         """Return what ``text`` may stand for: values of sympy, and texts. Empty: no value."""

@@ -215,14 +215,14 @@ class Jsonl(TextEnvironment):
             )
 
     def _warn_of_answers(self, path: str, reward: str) -> None:
-        """Log a line if some of the first answers can earn nothing, whatever a policy says."""
+        """Log a line if some of the first answers are no values that can be compared."""
         answers = [str(line["answer"]) for line in self.lines[:_CHECKED]]
         if isinstance(self.reward, MathReward):
             values = self.reward.values
             odd = [i for i, x in enumerate(answers) if is_packed(x) or not values(x)]
             said = "no value that rl.reward math finds"
-            remedy = "such prompts earn 0 whatever is answered: leave them out, write values in "
-            remedy += "LaTeX, or set rl.reward exact to compare texts"
+            remedy = "only the same text earns 1 for them: leave such prompts out, write values in "
+            remedy += "LaTeX, or set rl.reward exact to compare all answers as texts"
             if odd and is_packed(answers[odd[0]]):
                 remedy = "write the value out of the JSON as `answer`, or leave such prompts out"
         else:

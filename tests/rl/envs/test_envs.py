@@ -581,6 +581,19 @@ def test_math_verify(lines):
         (r"11\frac{1}{2}", r"\boxed{11.5}", 1),
         ("A", r"\boxed{A}", 1),
         ("A", r"\boxed{B}", 0),
+        # Letters, as MMLU and ARC have them.
+        ("(A)", "The answer is (A).", 1),
+        ("A.", "Answer: A", 1),
+        ("A", "**A**", 1),
+        ("12", "A) 12", 1),
+        ("A", "A) 12", 1),
+        ("A", "B) 12", 0),
+        ("A", "A good guess is 12.", 0),
+        ("A", r"At first $A$, but \boxed{B}", 0),
+        ("A", "a", 0),
+        # The same text.
+        ("proof", " proof\n", 1),
+        ("proof", "no proof", 0),
         # Policies may leave marks out, too.
         (r"3\sqrt{2}", r"3\sqrt{2}", 1),
         ("3", r"3\sqrt{2}", 0),
