@@ -200,6 +200,8 @@ class RecordReader:
         """
         if self.form != "auto":
             missing = [key for key in self._needed(self.form) if record.get(key) is None]
+            if self.form == "preference":
+                _refuse_empty_side(record)
             if missing and self.reads_pairs:
                 said = f"no {missing[0]!r}, so it is no pair of answers: {shortened(record)}"
                 remedy = remedy_for(record, reads_pairs=True)
@@ -221,6 +223,7 @@ class RecordReader:
         for name in _FORMS:
             if fields.issuperset(self._needed(name)) and _FORMS[name].takes(record):
                 return name
+        _refuse_empty_side(record)
         known = ", ".join(f"{name} ({', '.join(self._needed(name))})" for name in _FORMS)
         remedy = remedy_for(record, reads_labels=self.reads_labels) or self._nearest(record)
         raise BadLineError(
@@ -342,6 +345,7 @@ class RecordReader:
 
     def _preference(self, record: dict[str, Any]) -> list[Document]:
         keys = ("chosen", "rejected")
+        _refuse_empty_side(record)
         answers = self._answers(record, keys, num_learned=2 if self.reads_pairs else 1)
         for key, documents in zip(keys, answers, strict=False):
             if len(documents) != 1:
@@ -504,6 +508,23 @@ def _warn_of_written_turns(record: Mapping[str, Any]) -> None:
                 f"`{key}` of records is the text of messages, and is taken as this text: "
                 f"{shortened(text)}; write the messages themselves as `messages` if they are meant",
             )
+
+
+def _refuse_empty_side(record: Mapping[str, Any]) -> None:
+    """Raise BadLineError if one answer of a pair is null or an empty list or object.
+
+    An empty text beside a dialogue is refused too. Beside a text it is an empty answer.
+    """
+    if not {"chosen", "rejected"} <= record.keys():
+        return
+    sides = {key: record[key] for key in ("chosen", "rejected")}
+    are_texts = all(
+        isinstance(x, str) and isinstance(_as_messages(key, x), str) for key, x in sides.items()
+    )
+    for key, value in sides.items():
+        if value in (None, [], {}) or (not are_texts and value in ("", "[]", "{}")):
+            problem = f"`{key}` is empty ({shortened(value)}), but a pair has one text for each "
+            raise BadLineError(f"{problem}answer; leave such records out", kind=f"`{key}` is empty")
 
 
 def _margin_of(record: Mapping[str, Any]) -> float:

@@ -1262,6 +1262,12 @@ RECORDS: dict[str, tuple[Any, dict[str, Any], str, list[Any]]] = {
         "`chosen` has no text to learn; leave such records out",
         [None],
     ),
+    "a pair with an empty side": (
+        {"prompt": "a", "chosen": [ASKED, SAID], "rejected": []},
+        PAIRS,
+        r"`rejected` is empty \(\[\]\), but a pair has one text for each answer; leave such",
+        [None],
+    ),
     "no pair": (
         CHAT,
         PAIRS | {"form": "preference"},

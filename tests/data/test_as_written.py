@@ -172,6 +172,37 @@ def test_a_pair_with_an_empty_answer_is_refused_in_every_form(form: str, blank: 
     assert len(documents(rejected)) == 1
 
 
+@pytest.mark.parametrize("side", ["chosen", "rejected"])
+@pytest.mark.parametrize(
+    ("empty", "other"),
+    [
+        *((None, other) for other in ("a", ANSWER, [USER, ANSWER])),
+        *(([], other) for other in ("a", ANSWER, [USER, ANSWER], json.dumps([USER, ANSWER]))),
+        *(({}, other) for other in ("a", [ANSWER])),
+        *((empty, other) for empty in ("", "[]") for other in ([ANSWER], json.dumps([ANSWER]))),
+    ],
+    ids=str,
+)
+def test_a_pair_with_an_empty_side_says_so(empty: object, other: object, side: str):
+    beside = {"chosen": "rejected", "rejected": "chosen"}[side]
+    for kind in ("one", "pairs", "labels"):
+        for asked in ({"prompt": "q"}, {"prompt": [USER]}, {"question": "q"}):
+            with pytest.raises(
+                BadLineError, match=rf"`{side}` is empty \(.*\), but .*; leave such"
+            ):
+                documents({**asked, side: empty, beside: other}, kind)
+
+
+def test_an_answer_that_is_an_empty_list_in_json_is_a_text():
+    (document,) = documents({"prompt": "q", "chosen": "[]", "rejected": "a"})
+    assert document.text == "q[]"
+
+
+def test_an_empty_side_beside_another_form_is_ignored():
+    (document,) = documents({"messages": [USER, ANSWER], "chosen": None, "rejected": None})
+    assert document.text == theirs(USER, ANSWER)
+
+
 @pytest.mark.parametrize("record", [{"prompt": "q", "completion": ""}, *AS_CHAT], ids=str)
 def test_a_labelled_answer_that_is_empty_is_refused_in_every_form(record: dict):
     with pytest.raises(BadLineError, match=r"the answer has no text to learn: .*; leave such"):
