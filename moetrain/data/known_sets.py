@@ -26,6 +26,7 @@ from moetrain.data.lost import (
     is_label,
     is_score,
     names_verdict,
+    number_of_option,
     thoughts_of_field,
 )
 from moetrain.data.messages import (
@@ -126,6 +127,13 @@ those of OpenAI's comparisons of summaries."""
 _OF_POLICY = (
     "let a policy answer it for a reward: moetrain rl reads `prompt` or `messages` from rl.prompts"
 )
+_AS_IT_IS = " (joined to `prompt` without a separator)"
+_FOR_PLAIN_TEXT = (
+    f" for plain text{_AS_IT_IS}, or write both as `instruction` and `output` for a chat"
+)
+"""What follows the advice to write a field as ``completion`` beside a ``prompt`` that is a text."""
+_PROGRAMS = {"code", "program", "sql"}
+"""Names of an answer that is a program: MBPP's. Beside another answer, it may be what is asked."""
 _NO_SCORES = {
     "id",
     "key",
@@ -542,10 +550,12 @@ def _remedy_for_steps(
             history = " (SWE-agent's `history`)" * (key == "trajectory")
             return f"`{key}` is a run without roles; write its turns{history} as `messages`"
     if record.get("completions") is not None and isinstance(record.get("labels"), list):
-        write = "write the steps of a right answer as one text in `completion`"
+        joined = _AS_IT_IS if isinstance(record.get("prompt"), str) else ""
+        write = f"write the steps of a right answer as one text in `completion`{joined}"
+        write += ", or write both as `instruction` and `output` for a chat" * bool(joined)
         if reads_labels:
-            write = "write the steps as one text in `completion`, beside a `label` that is true if "
-            write += "all of them are right, and false if not"
+            write = f"write the steps as one text in `completion`{joined}, beside a `label` that "
+            write += "is true if all of them are right, and false if not"
         elif reads_pairs:
             write = "write the steps of a right answer as one text in `chosen`, and those of a "
             write += "wrong answer to the same `prompt` in `rejected`"
@@ -630,6 +640,8 @@ def _remedy_for_several(
             also *= name == "output" and record.get("instruction") is None
             pair = f"the better one as `chosen`, the other as `rejected`{_also_prompt(record)}"
             problem = f"it has several answers in `{_place_of_answer(key, record[key])}`"
+            is_text = asked and isinstance(record[asked[0]], str)
+            also = _AS_IT_IS if name == "completion" and is_text else also
             if reads_pairs:
                 return f"{problem}; write of two answers {pair}"
             if reads_labels:
@@ -649,8 +661,7 @@ def _remedy_for_response(record: Mapping[str, Any], reads_labels: bool) -> str |
     if reads_labels:
         kept = f"write `label`, true or false by {scores}, and "
     kept = kept if scores and not is_labelled else "write "
-    as_chat = ", or write both as `instruction` and `output` for a chat"
-    as_chat = f" for plain text{as_chat}" if isinstance(record["prompt"], str) else ""
+    as_chat = _FOR_PLAIN_TEXT if isinstance(record["prompt"], str) else ""
     as_chat += _without_thought(record) + _also_thought(record)
     return f"{kept}`response` as `completion`{as_chat}"
 
@@ -702,20 +713,30 @@ def _remedy_for_question(record: Mapping[str, Any]) -> str | None:
     question = f"`{asked[0]}`" if asked else ""
     question += f" with {' and '.join(beside)}" * bool(beside)
     likely = _likely_answers(record)
+    if _ANSWERS.isdisjoint(named.values()) and not likely:
+        likely = [key for key in named if named[key] in _PROGRAMS and _has_words(record[key])]
     if asked and _ANSWERS.isdisjoint(named.values()) and not likely:
         write = f"{question} as `instruction` and what is to be learned as `output`"
         write += _without_thought(record) + _also_thought(record)
         if asked[0] == "prompt":
-            write = "what is to be learned as `completion` beside `prompt`"
+            joined = _FOR_PLAIN_TEXT if isinstance(record["prompt"], str) else ""
+            write = f"what is to be learned as `completion` beside `prompt`{joined}"
         problem = f"`{asked[0]}` has no answer of a known name beside it"
         return f"{problem}; write {write}, or {_OF_POLICY}"
     answers = likely + [key for key in named if named[key] in _ANSWERS - _OF_PAIRS]
+    options = {key: found for key in answers if (found := number_of_option(record, key))}
+    if options and (asked or "instruction" in named):
+        key, field = next(iter(options.items()))
+        write = f"{question} as `instruction` and " * bool(asked)
+        return (
+            f"`{key}` seems to be an index from 0 into `{field}`; write {write}the letter or the "
+            f"text of the option that it names as `output`, or {_OF_POLICY}"
+        )
     answers = [_place_of_answer(key, record[key]) for key in answers]
     if "instruction" in named and "output" not in named and answers:
         return f"write {_one_of(answers)} as `output`"
     if asked[:1] == ["prompt"] and answers:
-        as_chat = " for plain text, or write both as `instruction` and `output` for a chat"
-        as_chat *= isinstance(record["prompt"], str)
+        as_chat = _FOR_PLAIN_TEXT if isinstance(record["prompt"], str) else ""
         as_chat += _without_thought(record) + _also_thought(record)
         return f"write {_one_of(answers)} as `completion`{as_chat}, or {_OF_POLICY}"
     if asked and answers:
@@ -838,6 +859,11 @@ def _names_answer(key: str, value: object) -> bool:
     words = words_of(key)
     is_named = not words.isdisjoint(_ANSWERING) and words.isdisjoint(_ASKING)
     return is_named and not describes(key, value)
+
+
+def _has_words(value: object) -> bool:
+    """Return whether a value is a text of several words. One word of ``code`` names a language."""
+    return isinstance(value, str) and len(value.split()) > 1
 
 
 def _is_text(value: object) -> bool:

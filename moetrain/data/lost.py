@@ -273,6 +273,19 @@ def choices_of(record: Mapping[str, Any]) -> list[str]:
     return named + single * (len(single) > 1)
 
 
+def number_of_option(record: Mapping[str, Any], key: str) -> str | None:
+    """Return the field with the list of options into which the number in the field ``key`` points.
+
+    MMLU's ``answer`` is such a number, from 0. None: the field has no number, or the record no
+    list of as many options.
+    """
+    number = record.get(key)
+    if type(number) is not int:
+        return None
+    lists = (name for name in record if name.lower() in CHOICES and isinstance(record[name], list))
+    return next((name for name in lists if 0 <= number < len(record[name])), None)
+
+
 def refuse_lost_answer(record: Mapping[str, Any], turns: Sequence[Any], name: str) -> None:
     """Raise BadLineError if ``turns`` end with a question whose answer is in another field.
 

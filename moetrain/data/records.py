@@ -23,6 +23,7 @@ from moetrain.data.documents import Document
 from moetrain.data.field_names import name_of_dialogue, renamed
 from moetrain.data.known_sets import read_known_set, remedy_for, remedy_for_two
 from moetrain.data.lost import (
+    number_of_option,
     refuse_bad_verdict,
     refuse_lost,
     refuse_lost_answer,
@@ -668,5 +669,8 @@ def _text_in(record: Mapping[str, Any], key: str) -> str:
     if not isinstance(value, str):
         are_texts = isinstance(value, list) and all(isinstance(each, str) for each in value)
         write = "write one of them there" if are_texts and value else "write a text there"
+        if options := number_of_option(record, key):
+            write = f"if it is an index from 0 into `{options}`, write the letter or the text of "
+            write += "that option there"
         raise BadLineError(f"{key!r} is not text: {shortened(value)}; {write}{_or_rows(value)}")
     return value

@@ -490,15 +490,15 @@ def test_other_metadata_is_no_tools(metadata: object):
         ),
         (
             {"prompt": "q", "answers": [{"answer": "a", "rank": 1}, {"answer": "b", "rank": 2}]},
-            r"several answers in `answers\[\].answer`; write a good one as `completion`, or of two "
-            "the better one as `chosen`, the other as `rejected`",
+            r"several answers in `answers\[\].answer`; write a good one as `completion` \(joined .*"
+            r"\), or of two the better one as `chosen`, the other as `rejected`",
         ),
         ({"instruction": "q", "completions": ["a", "b"]}, "several answers in `completions`"),
         ({"conversation": [{"input": "q"}]}, r"conversation\[0\] has no text `output`"),
         (
             {"prompt": "q", "response": "a"},
-            "; write `response` as `completion` for plain text, or write both as `instruction` and "
-            "`output` for a chat",
+            r"; write `response` as `completion` for plain text \(joined to `prompt` without .*\)"
+            r", or write both as `instruction` and `output` for a chat",
         ),
         (
             {"history": "q", "human_ref_A": "A", "human_ref_B": "B", "labels": 2},
@@ -519,7 +519,8 @@ def test_other_metadata_is_no_tools(metadata: object):
         ({"messages": [USER]}, "no assistant turn .*" + _OF_RL),
         (
             {"prompt": "q", "answer": "a"},
-            "; write `answer` as `completion` for plain text, or write both as `instruction` and",
+            r"; write `answer` as `completion` for plain text \(joined to `prompt` without .*\)"
+            r", or write both as `instruction` and",
         ),
         ({"prompt": [USER], "answer": "a"}, "; write `answer` as `completion`, or .*" + _OF_RL),
         ({"prompt": "q", "response": "a", "idx": 3}, "; write `response` as `completion`"),
@@ -563,7 +564,7 @@ FOLLOWED = [
     (ULTRA, "better one as `chosen`, the other as `rejected`, or name", {**ULTRA, **BOTH}, 0),
     (
         {"prompt": "q", "answers": ["a", "b"]},
-        "write a good one as `completion`, or",
+        r"write a good one as `completion` \(joined to `prompt` without a separator\), or of two",
         {"prompt": "q", "answers": ["a", "b"], "completion": "a"},
         [PLAIN],
     ),
@@ -683,7 +684,25 @@ FOLLOWED = [
     ),
     (
         {"prompt": "q"},
-        "write what is to be learned as `completion` beside `prompt`",
+        r"write what is to be learned as `completion` beside `prompt` for plain text \(joined to",
+        {"prompt": "q", "completion": "a"},
+        [PLAIN],
+    ),
+    (
+        {"prompt": "q", "code": "def f(): pass", "test_list": ["assert f"]},  # MBPP
+        r"; write `code` as `completion` for plain text \(joined to `prompt` without a separator\)",
+        {"prompt": "q", "completion": "a", "test_list": ["assert f"]},
+        [PLAIN],
+    ),
+    (
+        {"prompt": "q", "code": "def f(): pass", "test_list": ["assert f"]},
+        r"\), or write both as `instruction` and `output` for a chat, or .*" + _OF_RL,
+        {"instruction": "q", "output": "a", "test_list": ["assert f"]},
+        [CHAT],
+    ),
+    (
+        {"prompt": "q", "completions": ["a", "b"], "labels": [True, False]},  # Math-Shepherd
+        r"as one text in `completion` \(joined to `prompt` without a separator\), or write both as",
         {"prompt": "q", "completion": "a"},
         [PLAIN],
     ),
@@ -714,7 +733,9 @@ FOLLOWED = [
     (STEPS, "write it at the end of `prompt`", {**STEPS, "prompt": "qr:"}, ["qr:a", "qr:b"]),
     (
         {"question": "q", "choices": ["red", "blue"], "answer": 1},
-        "write `question` with `choices` as `instruction` and `answer` as `output`",
+        "`answer` seems to be an index from 0 into `choices`; write `question` with `choices` as "
+        "`instruction` and the letter or the text of the option that it names as `output`, or .*"
+        + _OF_RL,
         {"instruction": "q red blue", "choices": ["red", "blue"], "output": "blue"},
         [theirs([{"role": "user", "content": "q red blue"}, {**ANSWER, "content": "blue"}])],
     ),
@@ -1110,6 +1131,33 @@ def test_steps_before_the_answers_of_a_pair_are_not_lost():
         documents(record, pairs=True)
     found = documents({**record, "initial_reason_steps": ""}, pairs=True)
     assert [document.text for document in found] == ["q a", "q b"]
+
+
+@pytest.mark.parametrize(
+    ("beside", "says"),
+    [
+        (
+            {"answer": 4},
+            "write `question` with `choices` as `instruction` and `answer` as `output`",
+        ),
+        ({"answer": -1}, "and `answer` as `output`"),
+        ({"answer": "b"}, "`choices` may be a part of the question"),
+        ({"code": "en"}, "`question` has no answer of a known name beside it"),
+    ],
+    ids=str,
+)
+def test_other_values_are_no_index_and_no_program(beside: dict, says: str):
+    with pytest.raises(BadLineError, match=says):
+        documents({"question": "q", "choices": ["a", "b"], **beside})
+
+
+def test_an_output_that_is_the_index_of_an_option_says_what_to_write():
+    record = {"instruction": "q a b", "choices": ["a", "b"], "output": 1}
+    says = "if it is an index from 0 into `choices`, write the letter or the text of that option"
+    with pytest.raises(BadLineError, match=says):
+        documents(record)
+    (document,) = documents({**record, "output": "b"})
+    assert document.text.endswith("b<|im_end|>")
 
 
 def test_the_same_answer_twice_is_one():

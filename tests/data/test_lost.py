@@ -265,7 +265,11 @@ LINES = [
     *((kind, STEPS, "stepwise supervision.*no train.objective learns; leave") for kind in READERS),
     ("one", STEPS, "write the steps of a right answer as one text in `completion`"),
     ("pairs", STEPS, "steps of a right answer as one text in `chosen`, .*`prompt` in `rejected`"),
-    ("labels", STEPS, "write the steps as one text in `completion`, beside a `label` that is true"),
+    (
+        "labels",
+        STEPS,
+        r"write the steps as one text in `completion` \(joined .*\), beside a `label` that is true",
+    ),
     ("one", ULTRA, "; write a good one as `output`, or of two the better one as `chosen`"),
     ("pairs", ULTRA, "; write of two answers the better one as `chosen`, the other as `rejected`;"),
     ("labels", ULTRA, "; write one as `output`, beside a `label` that is true or false, or of two"),

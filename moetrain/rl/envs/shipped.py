@@ -34,6 +34,7 @@ from moetrain.data.chat import ChatTemplate
 from moetrain.data.containers import Files
 from moetrain.data.field_names import SYSTEMS
 from moetrain.data.known_sets import with_tools_of_metadata
+from moetrain.data.lost import number_of_option
 from moetrain.data.messages import BadLineError, read_messages, text_of
 from moetrain.data.pairs import with_system
 from moetrain.data.tokenizer import Tokenizer
@@ -215,8 +216,20 @@ class Jsonl(TextEnvironment):
             )
 
     def _warn_of_answers(self, path: str, reward: str) -> None:
-        """Log a line if some of the first answers are no values that can be compared."""
-        answers = [str(line["answer"]) for line in self.lines[:_CHECKED]]
+        """Log a line if some of the first answers cannot be compared as their writer may think."""
+        checked = self.lines[:_CHECKED]
+        answers = [str(line["answer"]) for line in checked]
+        numbers = {
+            i: x for i, line in enumerate(checked) if (x := number_of_option(line, "answer"))
+        }
+        if numbers:
+            first, options = next(iter(numbers.items()))
+            logger.warning(
+                "rl.prompts: %r: of the first %d answers %d may be an index from 0 into `%s` (line "
+                "%d: %s), and rl.reward %s compares the number itself; write the letter or the "
+                "text of that option as `answer`, unless the prompt asks for the index",
+                *(path, len(answers), len(numbers), options, first + 1, answers[first], reward),
+            )
         if isinstance(self.reward, MathReward):
             values = self.reward.values
             odd = [i for i, x in enumerate(answers) if is_packed(x) or not values(x)]

@@ -552,6 +552,23 @@ def test_answers_without_a_value_are_said(lines, caplog):
     assert "of the first 4 answers 2 have no value that rl.reward math finds (line 2" in caplog.text
 
 
+@pytest.mark.parametrize("reward", ["exact", "math"])
+@pytest.mark.parametrize(
+    ("answer", "is_said"), [(1, True), (0, True), (2, False), ("1", False), ("B", False)]
+)
+def test_an_answer_that_may_be_the_index_of_an_option_is_said(
+    lines, caplog, answer, is_said, reward
+):
+    """MMLU's ``answer`` is the index of an option."""
+    if reward == "math":
+        pytest.importorskip("math_verify")
+    line = {"prompt": "red or blue?", "choices": ["red", "blue"], "answer": answer}
+    lines.write_text(json.dumps(line) + "\n")
+    opened("jsonl", prompts=lines, reward=reward)
+    said = "of the first 1 answers 1 may be an index from 0 into `choices` (line 1: "
+    assert (said in caplog.text) is is_said
+
+
 def test_math_verify(lines):
     pytest.importorskip("math_verify")
     lines.write_text('{"prompt": "half?", "answer": "1/2"}\n')
