@@ -372,7 +372,7 @@ class FileKind(Enum):
 
     TEXT = "text"
     LINES = "one JSON object in each line"
-    JSON = "the same, or one array of objects"
+    JSON = "the same, or one array of objects, or one object over several lines"
     TABLE = "rows and columns, which pyarrow reads"
     CELLS = "rows of cells, which are texts; the first row names the fields"
     COMPRESSED = "a compressed file of LINES, JSON or CELLS"

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple, Self
 from moetrain.config import ConfigError, logger
 from moetrain.config.sources import FILE_KINDS, FileKind, begins_as, shortened
 from moetrain.data.csv_rows import CsvRow, cells, csv_rows
-from moetrain.data.json_array import array_elements, is_array
+from moetrain.data.json_array import array_elements, begins_object, is_array
 from moetrain.data.messages import TO_UTF8, BadLineError
 from moetrain.data.parquet_pages import group_size
 from moetrain.data.tools import TABLED, without_nulls
@@ -130,8 +130,13 @@ class Raw(NamedTuple):
             if isinstance(error, UnicodeDecodeError):
                 remedy = TO_UTF8
             elif isinstance(error, json.JSONDecodeError) and _goes_on(error):
-                said = "an object or a list that does not end in its line"
-                remedy += "; of a file that is one object, write the list of its records so"
+                said = "the file ends before its object does"
+                remedy = _DAMAGED
+                if b"\n" not in self.content.strip():
+                    said = "the line ends before its object or list does"
+                    remedy = (
+                        f"{OBJECTS}; or give each file one object, and a name that ends in .json"
+                    )
             said = f"not JSON: {said}: {shortened(self.content)}"
             raise BadLineError(f"{said}; {remedy}") from None
 
@@ -202,7 +207,7 @@ class Files:
                     for i in range(found.num_row_groups):
                         group_size = found.row_group(i).total_byte_size
                         pieces.append(FilePart(file, i, i + 1, group_size))
-            elif suffix in _WHOLE or line_bytes is None or self._is_array(file):
+            elif suffix in _WHOLE or line_bytes is None or self._is_one_value(file):
                 ratio = _RATIO if suffix in _COMPRESSED else 1
                 pieces.append(FilePart(file, size=ratio * size))
             else:
@@ -211,9 +216,9 @@ class Files:
                     pieces.append(FilePart(file, start, stop, stop - start))
         return pieces
 
-    def _is_array(self, file: Path) -> bool:
+    def _is_one_value(self, file: Path) -> bool:
         with self.reading(file), file.open("rb") as opened:
-            return is_array(opened)
+            return is_array(opened) or (_is_json(file) and begins_object(opened))
 
     def records(self, piece: FilePart) -> Iterator[Raw]:
         """Yield the records of ``piece``. Raises ConfigError: they cannot be read."""
@@ -346,15 +351,25 @@ def _opened(path: Path) -> Any:
     return _OPEN.get(suffix, Path.open)(path, "rb")
 
 
+def _is_json(file: Path) -> bool:
+    """Return whether a name ends in ``.json``, before the suffix of a compression if it has one."""
+    stem = file.stem if file.suffix.lower() in _COMPRESSED else file.name
+    return Path(stem).suffix.lower() in FileKind.JSON.suffixes
+
+
 def _json(piece: FilePart) -> Iterator[Raw]:
     """Yield the lines that begin in ``piece``. If the file is one array, yield its elements.
 
-    The piece of a compressed file is the whole file.
+    A ``.json`` file whose first line begins an object that does not end there is one record. The
+    piece of a compressed file is the whole file.
     """
     with _opened(piece.file) as file:
         at = piece.start
         if not piece.start and is_array(file):
             yield from _array(piece.file, file)
+            return
+        if not piece.start and _is_json(piece.file) and begins_object(file):
+            yield _object(piece.file, file)
             return
         if piece.start:
             file.seek(piece.start - 1)
@@ -371,6 +386,14 @@ def _json(piece: FilePart) -> Iterator[Raw]:
                     at += len(line := file.readline(_LINE_PART))
             elif line.strip():
                 yield Raw(where, key=line.strip(), content=line, num_bytes=len(line))
+
+
+def _object(path: Path, file: Any) -> Raw:
+    """Return the object that is all of ``file``."""
+    text = file.read(_MOST_BYTES + 1)
+    if len(text) > _MOST_BYTES:
+        return Raw.too_large(f"{path}:1")
+    return Raw(f"{path}:1", key=text.strip(), content=text, num_bytes=len(text))
 
 
 def _array(path: Path, file: Any) -> Iterator[Raw]:

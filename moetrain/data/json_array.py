@@ -6,6 +6,7 @@ check the elements, because the caller's parser finds their errors. An element t
 passed over, and the scan continues after it.
 """
 
+import json
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -46,6 +47,25 @@ def is_array(file: Any) -> bool:
         return False
     line, is_whole, _ = begins.partition(b"\n")
     return not (_TURNS.match(line) and (line.rstrip()[-1:] == b"]" or not is_whole))
+
+
+def begins_object(file: Any) -> bool:
+    """Return whether the first line of the buffered ``file`` begins an object that goes on behind
+    it, as indented JSON does. The file stays at its beginning.
+
+    A line that is longer than the buffer is taken as a whole record.
+    """
+    begins = file.peek(len(_BOM) + 1).removeprefix(_BOM).lstrip()
+    line, is_whole, _ = begins.partition(b"\n")
+    if line[:1] != b"{" or not is_whole:
+        return False
+    try:
+        json.loads(line)
+    except json.JSONDecodeError as error:
+        return error.pos >= len(error.doc.rstrip())
+    except (ValueError, RecursionError):  # bytes of another encoding, and objects in objects
+        return False
+    return False
 
 
 def array_elements(file: Any, most_bytes: int) -> Iterator[Element]:

@@ -222,14 +222,72 @@ def test_a_pattern_leaves_out_what_describes_a_set(tmp_path: Path):
     assert [file.name for file in files] == ["a.json"]
 
 
-@pytest.mark.parametrize("indent", [1, "\t"])
-def test_indented_objects_are_not_called_malformed(indent: int | str, tmp_path: Path):
-    """DiscordChatExporter's and Telegram's files are such objects."""
-    path = tmp_path / "a.json"
-    path.write_text(json.dumps({"data": [{"text": "a"}]}, indent=indent))
-    says = r"not JSON: an object or a list that does not end in its line: b'\{\\n'; give "
-    says += "each object one line, or all in one array: .*; of a file that is one object, write the"
+OBJECT = {"problem": "1 + 1?\n", "solution": "2", "more": [{"a": "}"}]}
+
+
+@pytest.mark.parametrize("suffix", [".json", ".json.gz", ".JSON"])
+@pytest.mark.parametrize("indent", [0, 1, "\t"])
+@pytest.mark.parametrize("before", ["", "\n \n", "\ufeff"], ids=repr)
+def test_a_json_file_that_is_one_object_is_one_record(
+    before: str, indent: int | str, suffix: str, tmp_path: Path
+):
+    """MATH has a file for each of its 12,500 problems."""
+    path = tmp_path / f"a{suffix}"
+    content = (before + json.dumps(OBJECT, indent=indent) + "\n").encode()
+    path.write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
+    assert values_of(path) == [OBJECT]
+    files = Files("data.path", str(path), [path])
+    assert [piece.start for piece in files.pieces(line_bytes=8)] == [0]
+    (raw,) = (raw for piece in files.pieces(line_bytes=8) for raw in files.records(piece))
+    assert raw.where == f"{path}:1"
+    assert raw.num_bytes == len(content)
+
+
+def test_json_files_of_one_object_are_learned_like_lines(tmp_path: Path):
+    chats = [{"instruction": f"q{i}", "output": f"a{i}"} for i in range(3)]
+    for i, chat in enumerate(chats):
+        (tmp_path / f"{i}.json").write_text(json.dumps(chat, indent=2))
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text("\n".join(map(json.dumps, chats)))
+    found = learned_of(f"{tmp_path}/*.json")
+    assert len(found) == 3
+    assert found == learned_of(str(lines))
+
+
+def learned_of(path: str) -> list[tuple[str, object]]:
+    given = {"model": {"preset": "debug"}, "data": {"path": path}}
+    source = Source.of(Config.load(given).data, ByteTokenizer())
+    return [(document.text, document.loss_spans) for document in source.documents()]
+
+
+def test_an_object_over_lines_is_refused_with_what_it_is(tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(OBJECT, indent=1))
+    says = (
+        r"not JSON: the line ends before its object or list does: b'\{\\n'; give each object one "
+    )
+    says += r"line, or all in one array: .*; or give each file one object, and a name that ends in"
     with pytest.raises(BadLineError, match=says):
+        values_of(path)
+    path.rename(path := tmp_path / "a.json")
+    assert values_of(path) == [OBJECT]
+    path.write_text(json.dumps(OBJECT, indent=1)[:-1])
+    with pytest.raises(
+        BadLineError, match=r"not JSON: the file ends before its object does: .*; it"
+    ):
+        values_of(path)
+    path.write_text(json.dumps(OBJECT, indent=1) * 2)
+    with pytest.raises(
+        BadLineError, match=r"not JSON: Extra data: .*; give each object one line, or"
+    ):
+        values_of(path)
+
+
+def test_a_large_object_is_skipped(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("moetrain.data.containers._MOST_BYTES", 40)
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(OBJECT, indent=1))
+    with pytest.raises(BadLineError, match="the record has more than"):
         values_of(path)
 
 
