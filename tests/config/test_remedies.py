@@ -419,12 +419,18 @@ ROWS = {
     ),
     # ---- records
     "objects over several lines": Row(
-        {"a.json": '{\n"text": "a"}\n'},
-        {"data.path": "a.json"},
-        "a.json:1: not JSON: .*; give each object one line, or all in one array: ",
+        {"a.jsonl": '{\n"text": "a"}\n'},
+        {"data.path": "a.jsonl"},
+        r"a.jsonl:1: not JSON: .*; give each object one line, or all in one array: \[.*\]; or give "
+        "each file one object, and a name that ends in .json",
         [
-            {"files": {"a.json": CHATS}},
-            {"files": {"a.json": f"[{CHATS.strip()}]".replace("\n", ",")}},
+            {"files": {"a.jsonl": CHATS}},
+            {"files": {"a.jsonl": f"[{CHATS.strip()}]".replace("\n", ",")}},
+            {
+                "files": {"a.json": '{\n"instruction": "a", "output": "' + "b " * 200 + '"}\n'},
+                "data.path": "a.json",
+                "data.eval_fraction": 0,
+            },
         ],
     ),
     "no object": Row(

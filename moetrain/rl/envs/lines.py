@@ -35,7 +35,10 @@ _NOT_ASKING = {
     *("completion", "verification", "chosen", "rejected"),
 }
 """Words in the names of texts that are not what is asked."""
-_SHOWN = {"prompt", "messages", "tools", "documents", "chat_template_kwargs", "answer"}
+_SHOWN = {
+    *("prompt", "messages", "conversations", "tools", "documents", "chat_template_kwargs"),
+    "answer",
+}
 """Fields that a policy is shown, or that only the reward needs."""
 _PARTS = PASSAGES | {"table", "premise", "hypothesis"}
 """Names of texts that may be a part of the question, beside its choices."""

@@ -4,11 +4,12 @@ Generated problems come from a random generator that is seeded by the problem's 
 always means the same problem.
 
 ``jsonl`` reads prompts from a file, and scores answers by a function of the user or one of
-:data:`REWARDS`. A line holds ``prompt`` (text, or a conversation) or ``messages`` (a conversation),
-and anything that the reward function needs (``answer``, for the functions here). The chat template
-formats conversations and, with ``rl.chat``, also prompts that are texts. It gets the line's
-``tools``, ``documents`` and ``chat_template_kwargs``. If a line has a ``system``, under this or
-another name (``_SYSTEMS``), the text becomes the conversation's first turn.
+:data:`REWARDS`. A line holds ``prompt`` (text, or a conversation), ``messages`` or
+``conversations`` (a conversation), and anything that the reward function needs (``answer``, for the
+functions here). The chat template formats conversations and, with ``rl.chat``, also prompts that
+are texts. It gets the line's ``tools``, ``documents`` and ``chat_template_kwargs``. If a line has a
+``system``, under this or another name (``_SYSTEMS``), the text becomes the conversation's first
+turn.
 
     def reward(line: dict, answer: str) -> float: ...        # in file.py; async def works too
     rl.reward = "file.py:reward"
@@ -60,6 +61,8 @@ _OBJECT = """write one such as '{"most": 6}'"""
 
 _VARIABLES = ("tools", "documents", "chat_template_kwargs")
 """Fields of a line that the chat template gets beside its messages."""
+_ASKING = ("prompt", "messages", "conversations")
+"""Fields of a line that may have the prompt. The first that is not null has it."""
 _SYSTEMS = ("system", *SYSTEMS)
 """Fields of a line that may have the system's text."""
 
@@ -271,13 +274,12 @@ class Jsonl(TextEnvironment):
         for other, text in systems.items():
             if text != system:
                 raise BadLineError(f"`{name}` and `{other}` differ; leave one of them out")
-        key = "messages" if line.get("prompt") is None else "prompt"
-        prompt = line[key]
+        key, prompt = _prompt_of(line)
         if isinstance(prompt, str) and key == "prompt":
             if not system or not self.prompts.chat:
                 return prompt
             prompt = [{"role": "user", "content": prompt}]
-        turns = read_messages(prompt)
+        turns = read_messages(prompt, key)
         if turns and turns[-1]["role"] == "assistant":
             said = shortened(turns[-1].get("content"))
             raise BadLineError(
@@ -359,6 +361,15 @@ def load_function(name: str, field: str, others: str) -> Callable[..., Any]:
     return found
 
 
+def _prompt_of(line: dict[str, Any]) -> tuple[str, Any]:
+    """Return the field with the prompt of ``line``, and its value, which is null if there is none.
+
+    Files that are made of tables have null in the fields that only other lines have.
+    """
+    key = next((key for key in _ASKING if line.get(key) is not None), _ASKING[0])
+    return key, line.get(key)
+
+
 def _read_lines(path: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Return the records of ``rl.prompts``, each twice: without nulls of tables, and with them.
 
@@ -374,9 +385,7 @@ def _read_lines(path: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         try:
             line: Any = raw.value()
             whole: Any = raw.whole()
-            asked = line.get("prompt") if isinstance(line, dict) else 0
-            if asked is None:  # files made of tables have null here, if messages has a value
-                asked = line.get("messages")
+            asked = _prompt_of(line)[1] if isinstance(line, dict) else None
             if not isinstance(asked, str | list):
                 problem = "has no `prompt` (a text or a list of messages) and no `messages`"
                 raise BadLineError(problem + advice_for_prompt(line))

@@ -11,6 +11,8 @@ import pytest
 import transformers
 
 from moetrain.config import Config, ConfigError
+from moetrain.data.chat import ChatTemplate
+from moetrain.data.records import RecordReader
 from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from moetrain.rl.calls import Calls, Failed
 from moetrain.rl.envs import Turn
@@ -157,6 +159,40 @@ def test_prompts_from_a_file(lines):
     chat = bytes(environment.episode(1).reset().tokens).decode()
     assert "user\nhi" in chat
     assert chat.endswith("assistant\n")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"conversations": [{"from": "human", "value": "hi"}]},
+        {"conversations": [{"role": "user", "content": "hi"}], "prompt": None, "messages": None},
+        {"conversations": json.dumps([{"from": "human", "value": "hi"}])},
+        {"conversations": [{"from": "system", "value": "S"}, {"from": "human", "value": "hi"}]},
+        {"conversations": [{"from": "human", "value": "hi"}], "system": "S"},
+    ],
+    ids=str,
+)
+def test_conversations_are_prompts_as_training_reads_them(lines, row):
+    """The prompt is the dialogue that training shows before the answer."""
+    lines.write_text(json.dumps(row | {"answer": "x"}))
+    environment = opened("jsonl", prompts=lines, reward="exact")
+    shown = bytes(environment.episode(0).reset().tokens).decode()
+    said = row["conversations"]
+    said = json.loads(said) if isinstance(said, str) else said
+    whole = row | {"conversations": [*said, {"from": "gpt", "value": "ANSWER"}]}
+    reader = RecordReader(ChatTemplate.of(ByteTokenizer()))
+    (document,) = reader.documents({k: v for k, v in whole.items() if v is not None})
+    assert document.text.startswith(shown + "ANSWER")
+
+
+def test_conversations_that_are_no_prompts_are_one_line(lines):
+    turns = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]
+    lines.write_text(json.dumps({"conversations": turns, "answer": "x"}))
+    with pytest.raises(ConfigError, match="`conversations` ends with the assistant's turn"):
+        opened("jsonl", prompts=lines, reward="exact")
+    lines.write_text(json.dumps({"conversations": [*turns[:1], 3], "answer": "x"}))
+    with pytest.raises(ConfigError, match=r"conversations\[1\] is not an object: 3; give"):
+        opened("jsonl", prompts=lines, reward="exact")
 
 
 def test_a_record_without_a_prompt_says_which_field_may_be_it(lines):
