@@ -275,7 +275,7 @@ class ChatTemplate:
             remedy = (
                 "leave such records out, or let a policy answer them for a reward: moetrain rl "
             )
-            remedy += "reads `messages` from rl.prompts"
+            remedy += "reads `messages` or `conversations` from rl.prompts"
             if roles := unknown_roles(turns):
                 names = ", ".join(map(repr, roles))
                 said_of = f"its roles {names} are" if len(roles) > 1 else f"its role {names} is"
@@ -318,8 +318,8 @@ class ChatTemplate:
         if (given := result_without_call(turns)) is not None:
             warn_once(
                 "results without a call",
-                "results of tools follow turns without a call, such as that with the id "
-                f"{given!r}: they are shown as they are; write the call as `tool_calls` of the "
+                "results of tools follow turns without a call, such as that with "
+                f"{given}: they are shown as they are; write the call as `tool_calls` of the "
                 "turn before them",
             )
         for role in unknown_roles(turns)[:1]:

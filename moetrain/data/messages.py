@@ -931,8 +931,12 @@ def in_order_of_calls(turns: list[Message]) -> list[Message]:
     return made
 
 
+_WRITTEN_CALL = re.compile(r"[\[<{`]|\w\(|\bAction\b")
+"""Matches what a call in a text has: JSON, tags, code, or ReAct's word."""
+
+
 def result_without_call(turns: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the id of a tool's result that stands behind a turn without calls.
+    """Name the first result of a tool behind a turn without calls: by its id, or by its text.
 
     None: there is no such result, or that turn has a call in its content.
     """
@@ -941,10 +945,12 @@ def result_without_call(turns: Sequence[Mapping[str, Any]]) -> str | None:
         if turn["role"] != "tool":
             before = turn
             continue
-        given = turn.get("tool_call_id")
-        is_written = before.get("role") == "assistant" and re.search("[<{]", text_of(before))
-        if isinstance(given, str) and not before.get("tool_calls") and not is_written:
-            return given
+        is_written = before.get("role") == "assistant" and _WRITTEN_CALL.search(text_of(before))
+        if not before.get("tool_calls") and not is_written:
+            given = turn.get("tool_call_id")
+            return (
+                f"the id {given!r}" if given is not None else f"the text {shortened(text_of(turn))}"
+            )
     return None
 
 

@@ -194,13 +194,27 @@ def test_a_second_result_of_one_call_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("said", "is_named"), [("I look.", True), ("<tool_call>{}</tool_call>", False)]
+    ("said", "is_named"),
+    [
+        ("I look.", True),
+        ("I look (at the sky).", True),
+        (None, True),
+        ("<tool_call>{}</tool_call>", False),
+        ("```\nrain\n```", False),
+        ("rain(3)", False),
+        ("Action: rain", False),
+    ],
 )
-def test_a_result_behind_a_turn_without_a_call_is_named(said: str, is_named: bool, caplog):
+@pytest.mark.parametrize(("call_id", "name"), [("c", "id 'c'"), (None, "text 'r'")])
+def test_a_result_behind_a_turn_without_a_call_is_named(
+    said: str | None, is_named: bool, call_id: str | None, name: str, caplog
+):
+    """Without ``said``, the result stands behind the question."""
     SEEN.clear()
-    given = [USER, {**ANSWER, "content": said}, result("c", "r"), ANSWER]
+    before = [] if said is None else [{**ANSWER, "content": said}]
+    given = [USER, *before, result(call_id, "r"), ANSWER]
     assert texts({"messages": given}) == [theirs(given)]
-    assert ("such as that with the id 'c': they are shown as they" in caplog.text) is is_named
+    assert (f"such as that with the {name}: they are shown as they" in caplog.text) is is_named
 
 
 # ---- calls --------------------------------------------------------------------------------------
