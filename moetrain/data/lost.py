@@ -164,6 +164,10 @@ _OF_SCORES = {
 }
 """Words in the names of scores of an answer: HelpSteer's, UltraFeedback's, OpenCodeInstruct's
 ``average_test_score``, toxic-chat's."""
+_OF_NO_SCORES = _OF_PROMPTS | {"difficulty", "rejected"}
+"""Words in the names of scores of something else, such as UltraFeedback's ``score_rejected``."""
+_TRUTHS = {"ground_truth", "answer", "target", "solution"}
+"""Names in an object whose number is a right answer: that of verl's ``reward_model``."""
 _SCORES_OF_PAIRS = ("score_{}", "{}_score", "rating_{}", "{}_rating", "{}_avg_rating")
 """Names of the scores of both answers of a pair, beside ``chosen`` and ``rejected``."""
 
@@ -586,7 +590,7 @@ def _is_rejected(key: str, value: object, record: Mapping[str, Any]) -> bool:
 def is_score(key: str, value: object) -> bool:
     """Return whether a field has a score of the answer."""
     words = words_of(key)
-    is_named = not words.isdisjoint(_OF_SCORES) and words.isdisjoint(_OF_PROMPTS | {"difficulty"})
+    is_named = not words.isdisjoint(_OF_SCORES) and words.isdisjoint(_OF_NO_SCORES)
     # Zendesk's satisfaction_rating is an object whose score is a word.
     is_bad = any(text.strip().lower() in _BAD for text in _texts_in(value))
     return is_named and (_has_number(value) or is_bad)
@@ -597,8 +601,10 @@ def _has_number(value: object) -> bool:
 
     Label Studio and Argilla write lists of ratings.
     """
-    if isinstance(value, Mapping | list | tuple):
-        return any(map(_has_number, value.values() if isinstance(value, Mapping) else value))
+    if isinstance(value, Mapping):
+        return any(_has_number(each) for key, each in value.items() if key not in _TRUTHS)
+    if isinstance(value, list | tuple):
+        return any(map(_has_number, value))
     if isinstance(value, str):
         parsed = _parsed(value)  # Toucan's assessments are the text of an object
         if not isinstance(parsed, str):

@@ -215,6 +215,13 @@ def test_a_score_that_is_not_read_is_named_once(form: str, caplog):
         ({"quality": "bad"}, True),
         ({"satisfaction_rating": {"score": "bad", "comment": "Useless!"}}, True),
         ({"num_tokens": 3}, False),
+        # UltraFeedback's score of an answer that is not learned, and verl's right answers.
+        ({"score_chosen": 8.5}, True),
+        ({"score_rejected": 8.5}, False),
+        ({"reward_model": {"ground_truth": "3", "style": "rule"}}, False),
+        ({"reward_model": '{"ground_truth": "3", "style": "rule"}'}, False),
+        ({"reward_model": {"ground_truth": "3", "score": 0.5}}, True),
+        ({"reward": 0.5}, True),
     ],
     ids=str,
 )
