@@ -16,6 +16,7 @@ from moetrain.cli.main import Parser, command, log_lines
 from moetrain.config import Config, ConfigError, logger
 from moetrain.data.loader import Data, build_data
 from moetrain.data.packing import IGNORE_INDEX, Row
+from moetrain.data.preview import visible
 from moetrain.train.session import resolve_run
 
 _MOST_ROWS = 1000
@@ -114,7 +115,8 @@ def _sides(row: Row) -> list[str]:
 def _coloured(data: Data, row: Row, sides: Sequence[str], has_colours: bool) -> Text:
     """Return the text of ``row`` with its special tokens, and a bar between documents.
 
-    Learned text is green, text to avoid is red, and the rest is dim. Where there are no colours,
+    Control characters of the text are shown as escapes. Learned text is green, text to avoid is
+    red, and the rest is dim. Where there are no colours,
     learned text and text to avoid stand in « ». A document that goes on in the next row ends with
     that row's first token, which is learned here. In a preference, the name of each answer stands
     before its document.
@@ -127,13 +129,14 @@ def _coloured(data: Data, row: Row, sides: Sequence[str], has_colours: bool) -> 
         borders = np.flatnonzero(np.diff(learned_S[start:end])) + 1 + start
         for a, b in zip([start, *borders], [*borders, end], strict=True):
             ids = row.tokens_S[a:b].tolist()
-            said = data.tokenizer.decode(ids, skip_special_tokens=False)
+            said = visible(data.tokenizer.decode(ids, skip_special_tokens=False))
             if learned_S[a] and not has_colours:
                 said = f"«{said}»"
             text.append(said, colour if learned_S[a] else "dim")
         if end == len(row.tokens_S) and row.targets_S[-1] != IGNORE_INDEX:
             # The first token of the next row, which this row learns.
-            said = data.tokenizer.decode([int(row.targets_S[-1])], skip_special_tokens=False)
+            last = [int(row.targets_S[-1])]
+            said = visible(data.tokenizer.decode(last, skip_special_tokens=False))
             text.append(said if has_colours else f"«{said}»", colour)
         text.append("\n│\n", "cyan")
     return text

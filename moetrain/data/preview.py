@@ -13,6 +13,15 @@ from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
 _LONGEST = 400
 """Most characters of a document that are shown."""
 
+_CONTROLS = {i: f"\\x{i:02x}" for i in (*range(0x20), *range(0x7F, 0xA0)) if chr(i) not in "\n\t"}
+_CONTROLS[ord("\r")] = "\\r"
+"""Control characters, on which a terminal would act, and what is shown of them."""
+
+
+def visible(text: str) -> str:
+    """Return ``text`` with control characters as escapes, but line breaks and tabs as they are."""
+    return text.translate(_CONTROLS)
+
 
 def cautions(config: Config, vocab_size: int) -> list[str]:
     """Return a line for each setting with which a run learns or keeps less than its user may think.
@@ -66,6 +75,6 @@ def _marked(document: Document) -> str:
     for start, end in [(0, len(text))] if spans is None else spans:
         parts += [text[at:start], "«", text[start:end], "»"]
         at = end
-    shown = "".join([*parts, text[at:]]).replace("\n", "\\n")
+    shown = visible("".join([*parts, text[at:]])).replace("\n", "\\n")
     half = _LONGEST // 2
     return shown if len(shown) <= _LONGEST else f"{shown[:half]} ... {shown[-half:]}"

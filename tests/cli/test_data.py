@@ -47,6 +47,23 @@ def test_data_command_reports_bad_data_in_one_line(
     assert command.main([]) == 2
 
 
+@pytest.mark.parametrize("colour", ["FORCE_COLOR", "NO_COLOR"])
+def test_control_characters_of_records_are_shown_as_escapes(
+    colour: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """ESC [2J would clear the terminal, and a return would write over the line."""
+    monkeypatch.setenv(colour, "1")
+    record = {"prompt": "q\x1b[2J\x07\x7f", "completion": "a\ttab\nline\r\x9bend é«»"}
+    path = write_lines(tmp_path / "a.jsonl", record)
+    words = ["--data.seq_len", "64", "--data.cache_dir", str(tmp_path / "cache")]
+    assert command.main([str(path), *words, "--data.eval_fraction", "0"]) == 0
+    plain = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    assert r"q\x1b[2J\x07\x7f" in plain
+    assert "line\\r\\x9bend é«»" in plain
+    assert re.search("a(\t| +)tab\n", plain)  # rich writes tabs as blanks
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", plain)
+
+
 def test_a_mixture_and_a_recipe_are_shown_without_colours(tmp_path: Path, capsys):
     turns = [{"role": "user", "content": "Asked"}, {"role": "assistant", "content": "Answered"}]
     path = write_lines(tmp_path / "a.jsonl", *({"messages": turns, "n": i} for i in range(30)))

@@ -40,6 +40,13 @@ def test_a_pair_is_shown_by_its_better_answer(tmp_path, capsys):
     assert (code, line.rpartition(": ")[2]) == (0, "q«a»")
 
 
+def test_control_characters_are_shown_as_escapes(tmp_path, capsys):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps({"prompt": "q\x1b[2J", "completion": "a\r\nb"}) + "\n")
+    code, line = dry_run(path, capsys)
+    assert (code, line.rpartition(": ")[2]) == (0, r"q\x1b[2J«a\r\nb»")
+
+
 def test_a_long_text_is_cut_in_the_middle(tmp_path, capsys):
     path = tmp_path / "long.txt"
     path.write_text("begin " + "x" * 5000 + " end")
