@@ -61,6 +61,11 @@ _ABOUT = {
     "state.json",
 }
 """Files that describe a data set. They hold no records."""
+_DOCUMENTATION = re.compile(
+    r"(?:readme|licen[cs]e|notice|copying|citation|changelog|contributing|authors|data_?card)(?![a-z])",
+    re.I,
+)
+"""Matches the beginning of the name of a file for readers, which is no document to learn."""
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _SAVED = (("dataset_dict.json",), ("state.json", "dataset_info.json"))
 """Files of a folder that ``save_to_disk`` wrote: of several splits, or of one. A
@@ -580,8 +585,11 @@ def list_files(
         few = few.encode("utf-8", "backslashreplace").decode()  # names need not be UTF-8
         number = sum(map(len, kinds.values()))
         also = ", or set data.source text to learn all files" * (number > len(found))
-        said = "%s: %s %s; to read those of one kind alone, name them as %r%s"
-        logger.info(said, path, what, few, _pattern(path, kinds), also)
+        said = f"{path}: {what} {few}"
+        if others := _without_documentation(kinds):
+            pattern = repr(_pattern(path, others))
+            said += f"; to read those of one kind alone, name them as {pattern}{also}"
+        logger.info("%s", said)
     return sorted(found, key=lambda file: file.relative_to(root).as_posix())
 
 
@@ -592,6 +600,15 @@ def _by_kind(files: Iterable[Path]) -> dict[str, list[Path]]:
         end = "".join(file.suffixes[-2:] if file.suffix in _COMPRESSED else file.suffixes[-1:])
         found.setdefault(end or re.sub(r"\d+.*", "*", file.name), []).append(file)
     return found
+
+
+def _without_documentation(kinds: Mapping[str, list[Path]]) -> dict[str, list[Path]]:
+    """Return the kinds of files that are not only README, LICENSE and the like."""
+    return {
+        kind: files
+        for kind, files in kinds.items()
+        if not all(_DOCUMENTATION.match(file.name) for file in files)
+    }
 
 
 def _pattern(path: str, kinds: Mapping[str, Sequence[Path]]) -> str:
@@ -613,6 +630,7 @@ def _pattern(path: str, kinds: Mapping[str, Sequence[Path]]) -> str:
 def _remedy_for(path: str, files: Iterable[Path]) -> str:
     """Return the advice for a folder whose ``files`` are not read as records."""
     kinds = _by_kind(file for file in files if file.suffix.lower() not in _ARCHIVES)
+    kinds = _without_documentation(kinds)
     if texts := kinds.get(".txt"):
         return f"it holds .txt files: name them as {_pattern(path, {'.txt': texts})!r}"
     begins = {kind: begins_as(str(files[0])) for kind, files in kinds.items()}

@@ -216,6 +216,24 @@ def test_what_is_read_of_a_folder_and_what_is_not_is_said(tmp_path: Path, caplog
     assert not caplog.text
 
 
+@pytest.mark.parametrize("name", ["README_en.md", "LICENSE.txt", "LICENSE", "data_card.md"])
+def test_documentation_beside_records_is_counted_alone(name: str, tmp_path: Path, caplog):
+    caplog.set_level("INFO")
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / name).write_text("About it")
+    find_records("data.path", str(tmp_path), "train", None)
+    kind = "." + name.split(".")[1] if "." in name else name
+    assert caplog.messages == [f"{tmp_path}: not read beside its records: 1 {kind}"]
+    caplog.clear()
+    (tmp_path / "b.rst").write_text("A text")
+    find_records("data.path", str(tmp_path), "train", None)
+    assert f"name them as '{tmp_path}/**/*.rst'" in caplog.text
+    (tmp_path / "a.jsonl").unlink()
+    (tmp_path / "b.rst").unlink()
+    with pytest.raises(ConfigError, match=r"; name a file, or a folder with some$"):
+        find_records("data.path", str(tmp_path), "train", None)
+
+
 def test_a_pattern_leaves_out_what_describes_a_set(tmp_path: Path):
     found_in(tmp_path, {"a.json": "[]", "dataset_info.json": "{}"})
     files, _ = find_records("data.path", f"{tmp_path}/*.json", "train", None)
