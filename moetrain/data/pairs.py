@@ -533,6 +533,9 @@ def _turns(text: str) -> list[_Turn]:
 def _whole_texts(record: Mapping[str, Any], texts: list[str], asked: _Asked) -> Texts:
     """Return whole texts. Their assistant's turns after the common beginning are trained on.
 
+    The mark of the human's turn behind an answer is not: generation stops at EOS, which is learned
+    behind the last answer, and would write the human's turn behind such a mark.
+
     Raises BadLineError: the texts have no common beginning, or a field beside them would be lost.
     """
     texts = [_without_last_question(text) for text in texts]

@@ -190,6 +190,15 @@ def learned(document):
     return document.text[:first], [document.text[a:b] for a, b in document.loss_spans]
 
 
+def test_of_texts_with_several_answers_the_assistants_turns_are_learned():
+    """Behind an earlier answer stands a mark at which generation does not stop, and no end."""
+    record = {"chosen": told([Q, A]), "rejected": told([Q, B, "Sure?", A])}
+    _, other = reader_of(form="preference", reads_pairs=True).documents(record)
+    assert learned(other) == (f"\n\nHuman: {Q}\n\nAssistant:", [f" {B}", f" {A}"])
+    assert other.text.endswith(A)
+    assert other.is_end
+
+
 def reader_of(**settings):
     return RecordReader(ChatTemplate(CHATML, {}), **settings)
 
