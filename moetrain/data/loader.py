@@ -183,6 +183,8 @@ def _from_text(
     other = None if data.eval_path is None else Source.of(data, tokenizer, limit, "eval_path")
     if said := source.describe():
         logger.info("%s", said)
+    if said := source.describe_repeats():
+        logger.warning("%s", said)
     cache_dir = user_cache_dir() if data.cache_dir is None else Path(data.cache_dir)
     is_streamed = data.streaming == "yes"
     if data.streaming == "auto" and data.source != "stdlib" and limit is None:

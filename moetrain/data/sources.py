@@ -15,11 +15,11 @@ import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import combinations, islice
 from pathlib import Path
 from typing import Any, BinaryIO, Self, TypeVar
 
-from moetrain.config import DataSection
+from moetrain.config import ConfigError, DataSection
 from moetrain.config.sources import shortened
 from moetrain.data.characters import warn_of_controls
 from moetrain.data.containers import FilePart, Files, Raw, find_records, list_files
@@ -38,6 +38,10 @@ _PART_BYTES = 1 << 20
 parts in any order."""
 _FIRST = 64
 """Number of records that tell the forms of a source, and the fields that are not read."""
+_COMPARED, _MOST_COMPARED = 3, 16
+"""Number of first records of a file, and most files of a source, that are compared."""
+_LEAST_SHARED = 20
+"""Fewest characters of a text by which records of two files are recognised as the same."""
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 """Subfolders of the library's folder that do not belong to it: installed packages and tests."""
 _EVERYTHING = HashRange()
@@ -236,9 +240,63 @@ class Source(Files):
         found = ", ".join(f"{name} ({count})" for name, count in forms.most_common())
         return found and f"{self.path}: the first {forms.total()} records are {found}"
 
+    def describe_repeats(self) -> str:
+        """Describe in one line two files whose first records have the same texts, if there are any.
+
+        Such files are GSM8K's ``main`` and ``socratic``, and UltraFeedback's ``train_sft`` and
+        ``train_prefs``. Empty: there are none, or a file cannot be read. Reading it says why.
+        """
+        if self.reader is None or self.table is not None:
+            return ""
+        known: dict[Path, list[set[str]]] = {}
+        try:
+            for file in [file for file in self.files if not _is_later_shard(file)][:_MOST_COMPARED]:
+                known[file] = self._first_texts(file)
+        except ConfigError:
+            return ""
+        for file, other in combinations(known, 2):
+            shared = [a & b for a, b in zip(known[file], known[other], strict=False)]
+            if len(shared) == _COMPARED and all(shared):
+                names = " and ".join(shortened(os.fsdecode(self._key(x))) for x in (file, other))
+                same = f"the first records of its files {names} have the same texts"
+                return (
+                    f"{self.path}: {same}, such as {shortened(min(shared[0]))}; if they are one "
+                    "set in two forms, name the files of one in data.path"
+                )
+        return ""
+
+    def _first_texts(self, file: Path) -> list[set[str]]:
+        """Return the texts of each of the first records of ``file``, but none that all have."""
+        piece = next(iter(replace(self, files=[file]).pieces()), None)
+        raws = () if piece is None else islice(self.records(piece), _COMPARED)
+        texts = [{*_long_texts(raw)} for raw in raws]
+        same = set.intersection(*texts) if len(texts) > 1 else set()
+        return [each - same for each in texts]
+
 
 def _record_and_documents(reader: RecordReader, record: Any) -> tuple[Any, list[Document]]:
     return record, reader.documents(record)
+
+
+def _is_later_shard(file: Path) -> bool:
+    """Return whether a file's name says that it is a further one of a set's files."""
+    found = re.search(r"(\d+)-of-\d+", file.name)
+    return found is not None and int(found[1]) > 0
+
+
+def _long_texts(raw: Raw) -> list[str]:
+    """Return the texts in a record of which no two sets have the same by chance."""
+    try:
+        waiting, texts = [raw.value()], list[str]()
+    except BadLineError:
+        return []
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str) and len(value) >= _LEAST_SHARED:
+            texts.append(value)
+        elif isinstance(value, dict | list):
+            waiting += value.values() if isinstance(value, dict) else value
+    return texts
 
 
 def _held_out_by(record: object) -> list[tuple[str, str]]:

@@ -201,6 +201,67 @@ def test_files_that_other_trainers_hold_out_are_named(case: str, tmp_path: Path,
         assert f"{tmp_path}: its files {held} are trained on too; name the others in" in said
 
 
+ASKED = [f"How many clips did Natalia sell on day {i}?" for i in range(4)]
+REPEATS = {
+    "GSM8K's configurations": {
+        "main/train.jsonl": [{"question": x, "answer": "a"} for x in ASKED],
+        "socratic/train.jsonl": [{"question": x, "answer": "How? ** a"} for x in ASKED],
+    },
+    "UltraFeedback's splits": {
+        "data/train_prefs-00000-of-00002.jsonl": [
+            {"prompt": x, "chosen": "a", "rejected": "b"} for x in ASKED
+        ],
+        "data/train_sft-00000-of-00001.jsonl": [
+            {"messages": [{"role": "user", "content": x}, {"role": "assistant", "content": "a"}]}
+            for x in ASKED
+        ],
+    },
+}
+NO_REPEATS = {
+    "other records": {
+        "a.jsonl": [{"question": x, "answer": "a"} for x in ASKED],
+        "b.jsonl": [{"question": x + "?", "answer": "a"} for x in ASKED],
+    },
+    "one system's text": {
+        f"{name}.jsonl": [
+            {"system": "Answer all the questions.", "question": f"{name}{i}", "answer": "a"}
+            for i in range(4)
+        ]
+        for name in "ab"
+    },
+    "one text": {
+        name: [{"question": x, "answer": "a"} for x in ASKED[:n]]
+        for name, n in {"a.jsonl": 2, "b.jsonl": 4}.items()
+    },
+    "a later shard": {
+        f"a-0000{i}-of-00002.jsonl": [{"question": x, "answer": "a"} for x in ASKED]
+        for i in range(2)
+    },
+}
+
+
+@pytest.mark.parametrize("case", [*REPEATS, *NO_REPEATS])
+def test_files_that_hold_the_same_records_are_named(case: str, tmp_path: Path, caplog):
+    """Both sets have the same questions in several files, and a folder names all of them."""
+    files = (REPEATS | NO_REPEATS)[case]
+    for name, records in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write_lines(tmp_path / name, records)
+    given = config(tmp_path, source="records", path=str(tmp_path), eval_fraction=0, seq_len=256)
+    said = sources.Source.of(given.data, ByteTokenizer()).describe_repeats()
+    first, second = sorted(files)
+    names = f"the first records of its files '{first}' and '{second}' have the same texts, such as"
+    right = (
+        f"{tmp_path}: {names} {ASKED[0]!r}; if they are one set in two forms, name the files of "
+    )
+    assert said == (right + "one in data.path" if case in REPEATS else "")
+    if case in REPEATS:
+        build_data(given, BYTE_VOCAB)
+        assert said in caplog.messages
+        one = config(tmp_path, source="records", path=str(tmp_path / first)).data
+        assert not sources.Source.of(one, ByteTokenizer()).describe_repeats()
+
+
 def test_synthetic_rows(tmp_path: Path):
     c = config(tmp_path, source="synthetic", num_documents=100, seq_len=16)
     data = build_data(c, 300)
