@@ -78,8 +78,8 @@ The meaning is the same, but values may differ:
 - 4 bits are `lora.base_dtype nf4`, 8 bits `float8`; both are a frozen base beside adapters.
 - `activation.policy full` recomputes whole blocks, `selective` all but some results; `auto`
   recomputes as little as fits.
-- `train.objective` names the loss: `dpo`, `ipo`, `kto`, `simpo`, `orpo`, `reward` and others; the
-  [rl](rl.md) settings are for `moetrain rl`.
+- `train.objective` names the loss: `dpo`, `ipo`, `hinge`, `kto`, `simpo`, `orpo`, `reward` and
+  others; the [rl](rl.md) settings are for `moetrain rl`.
 
 """
 

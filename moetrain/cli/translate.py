@@ -91,8 +91,8 @@ _AS = {
 }
 """TRL's names, and axolotl's for the same. The translation below knows axolotl's alone."""
 
-_OBJECTIVES = {"dpo", "ipo", "kto", "simpo", "orpo"}
-_BETAS = {"dpo": 0.1, "ipo": 0.1, "kto": 0.1, "simpo": 2.0, "orpo": 0.1}
+_OBJECTIVES = {"dpo", "ipo", "hinge", "kto", "simpo", "orpo"}
+_BETAS = {"dpo": 0.1, "ipo": 0.1, "hinge": 0.1, "kto": 0.1, "simpo": 2.0, "orpo": 0.1}
 _ADAMW = ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
 _ADAMW += ("paged_adamw", "paged_adamw_32bit")
 _NARROW_ADAMW = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit")
@@ -399,8 +399,8 @@ def _objective(run: Translation, trainer: str) -> None:
             run.leave("loss_type", "the loss of next tokens has no variants")
         return
     loss = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
-    if kind == "dpo" and loss in ("ipo", "sigmoid", None):
-        kind = "ipo" if loss == "ipo" else "dpo"
+    if kind == "dpo" and loss in ("ipo", "hinge", "sigmoid", None):
+        kind = loss if loss in ("ipo", "hinge") else "dpo"
     elif loss is not None and loss != kind:
         run.leave("loss_type", f"the loss of {kind} has no such variant here")
     if kind not in _OBJECTIVES | {"reward"}:

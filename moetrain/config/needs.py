@@ -102,9 +102,9 @@ def _satisfied(name: str, fitting: Container[object]) -> str:
 
 _RECORD_SOURCES = ("records", "jsonl")
 _FILE_SOURCES = ("text", *_RECORD_SOURCES)
-_WITH_REFERENCE = ("dpo", "ipo", "kto")
+_WITH_REFERENCE = ("dpo", "ipo", "hinge", "kto")
 _PREFERENCES = (*_WITH_REFERENCE, "simpo", "orpo")
-_ON_PAIRS = ("dpo", "ipo", "simpo", "orpo", "reward")
+_ON_PAIRS = ("dpo", "ipo", "hinge", "simpo", "orpo", "reward")
 _ON_ANSWERS = (*_ON_PAIRS, "kto")
 _EXPERT_PARALLEL = {"parallel.ep": _SEVERAL}
 _OF_TEXT = {"data.source": Other("synthetic")}

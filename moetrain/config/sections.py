@@ -315,21 +315,24 @@ class TrainSection(Section):
     """Optimizer steps. Give this or train.epochs."""
     epochs: float | None = Field(default=None, gt=0)
     """Passes over the data; a fraction is allowed. Give this or train.steps."""
-    objective: Literal["next_token", "dpo", "ipo", "kto", "simpo", "orpo", "reward"] = "next_token"
+    objective: Literal["next_token", "dpo", "ipo", "hinge", "kto", "simpo", "orpo", "reward"] = (
+        "next_token"
+    )
     """Loss of the run. next_token learns to predict the next token of a text. The other objectives
-    learn which of two answers is preferred, from records in data.format preference. dpo, ipo and
-    kto compare the model with the model that the run begins from; simpo and orpo need no such
-    reference. kto also learns from single answers with a `label`, true or false. reward trains a
-    reward model: a head that scores a text at its last token replaces the head over the vocabulary.
-    It learns to score the chosen answer higher than the rejected one (Bradley-Terry), by the
-    record's `margin` if it has one."""
+    learn which of two answers is preferred, from records in data.format preference. dpo, ipo,
+    hinge (SLiC's) and kto compare the model with the model that the run begins from; simpo and orpo
+    need no such reference. kto also learns from single answers with a `label`, true or false.
+    reward trains a reward model: a head that scores a text at its last token replaces the head over
+    the vocabulary. It learns to score the chosen answer higher than the rejected one
+    (Bradley-Terry), by the record's `margin` if it has one."""
     reward_centering: float = Field(default=0.0, ge=0)
     """Weight of a second loss of objective reward, which keeps rewards near 0: the mean square of
     the sum of both answers' rewards (TRL's center_rewards_coefficient; 0.01 is usual). 0: no such
     loss."""
     beta: float = Field(default=0.1, gt=0)
-    """Weight of the log-ratio of model and reference in dpo, ipo and kto; a larger weight keeps the
-    model closer to the reference. In simpo it is the weight of the mean log-probabilities (2 to 10
+    """Weight of the log-ratio of model and reference in dpo, ipo, hinge and kto; a larger weight
+    keeps the model closer to the reference. In hinge a pair is learned until the log-ratios of its
+    answers differ by 1 / beta. In simpo it is the weight of the mean log-probabilities (2 to 10
     is usual). In orpo it is the weight of the odds ratio, which is added to the chosen answer's
     loss."""
     simpo_gamma: float = Field(default=0.5, ge=0)

@@ -67,7 +67,7 @@ class Data(NamedTuple):
 
 
 _ROWS_OF_PREFERENCES = {
-    **dict.fromkeys(("dpo", "ipo", "simpo", "orpo"), "pairs"),
+    **dict.fromkeys(("dpo", "ipo", "hinge", "simpo", "orpo"), "pairs"),
     "kto": "answers",
     "reward": "ranked",
 }

@@ -1,9 +1,9 @@
 """Losses of answers to prompts, from log-probabilities of the policy and of its reference.
 
-DPO and IPO compare the two answers of a pair. KTO takes single answers that are desirable or not,
-and compares each with the policy's divergence from the reference. A pair counts as one desirable
-and one undesirable answer. SimPO and ORPO compare the answers of a pair without a reference: its
-log-probabilities count as 0.
+DPO, IPO and SLiC's hinge loss compare the two answers of a pair. KTO takes single answers that
+are desirable or not, and compares each with the policy's divergence from the reference. A pair
+counts as one desirable and one undesirable answer. SimPO and ORPO compare the answers of a pair
+without a reference: its log-probabilities count as 0.
 
 Legend: P rows, N segments of all rows, T tokens, S tokens of a row. A pair is a row of 2 segments.
 """
@@ -125,6 +125,10 @@ def _ipo(scores: Scores, beta: float, gamma: float) -> torch.Tensor:
     return (chosen - rejected - 1 / (2 * beta)).square()
 
 
+def _hinge(scores: Scores, beta: float, gamma: float) -> torch.Tensor:
+    return F.relu(1 - beta * (scores.chosen - scores.rejected))
+
+
 def _simpo(scores: Scores, beta: float, gamma: float) -> torch.Tensor:
     chosen, rejected = scores.means
     return -F.logsigmoid(beta * (chosen - rejected) - gamma)
@@ -146,6 +150,8 @@ def _log1mexp(x: torch.Tensor) -> torch.Tensor:
 LOSSES: dict[str, Callable[[Scores, float, float], torch.Tensor]] = {
     "dpo": _dpo,  # arXiv 2305.18290
     "ipo": _ipo,  # arXiv 2310.12036
+    # arXiv 2305.10425, eq. 1, times beta, of log-ratios: beta is 1 / delta, as in trl's DPOTrainer.
+    "hinge": _hinge,
     "simpo": _simpo,  # arXiv 2405.14734, eq. 6
     "orpo": _orpo,  # arXiv 2403.07691, eq. 6 and 7; beta is its lambda
 }

@@ -129,6 +129,7 @@ def test_trls_defaults_are_written_out(capsys):
     ("words", "section", "values"),
     [
         ("trl dpo --loss_type ipo --beta 0.2", "train", {"objective": "ipo", "beta": 0.2}),
+        ("trl dpo --loss_type hinge", "train", {"objective": "hinge", "beta": 0.1}),
         ("trl kto --desirable_weight 2", "train", {"objective": "kto", "desirable_weight": 2}),
         ("trl reward", "train", {"objective": "reward"}),
         ("trl reward --center_rewards_coefficient 0.01", "train", {"reward_centering": 0.01}),

@@ -49,8 +49,8 @@ GAMMA = 0.5
 
 
 def formula(kind, logps, references, numbers, kl, beta):
-    """Compute trl's formulas: DPOTrainer with loss_type sigmoid and ipo, KTOTrainer with loss_type
-    kto.
+    """Compute trl's formulas: DPOTrainer with loss_type sigmoid, ipo and hinge, KTOTrainer with
+    loss_type kto.
 
     SimPO is equation 6 of arXiv 2405.14734, ORPO equations 4 to 7 of arXiv 2403.07691.
     """
@@ -63,6 +63,8 @@ def formula(kind, logps, references, numbers, kl, beta):
     chosen, rejected = (p - r for p, r in zip(logps, references, strict=True))
     if kind == "dpo":
         return -F.logsigmoid(beta * (chosen - rejected)).mean()
+    if kind == "hinge":
+        return torch.relu(1 - beta * (chosen - rejected)).mean()
     if kind == "ipo":
         apart = chosen / numbers[0] - rejected / numbers[1]
         return ((apart - 1 / (2 * beta)) ** 2).mean()
@@ -98,6 +100,16 @@ def test_a_loss_is_trls_with_its_gradient(kind):
     loss.backward()
     assert found.item() == pytest.approx(loss.item(), abs=1e-9)
     torch.testing.assert_close(mine.grad, theirs.grad, atol=1e-9, rtol=0)
+
+
+def test_hinge_learns_no_pair_beyond_its_margin():
+    """The margin is 1 / beta; a pair beyond it still counts in the mean."""
+    chosen = torch.tensor([0.0, 1.0, 3.0, -2.0], requires_grad=True)
+    rejected, one = torch.tensor([0.0, 0.0, 0.5, 1.0]), torch.ones(4)
+    losses = LOSSES["hinge"](Scores(chosen, rejected, one, one), 0.5, GAMMA)
+    assert losses.tolist() == [1.0, 0.5, 0.0, 2.5]
+    losses.mean().backward()
+    assert chosen.grad.tolist() == [-0.125, -0.125, 0.0, -0.125]
 
 
 def test_ktos_weights_are_factors_of_each_kinds_losses():
@@ -213,7 +225,7 @@ def by_trl(kind, policy, reference, pairs, beta):
         inputs |= sequences_for_trl(others, "KL_")
         inputs["label"] = torch.tensor([True] * len(pairs) + [False] * len(pairs))
     same = SimpleNamespace(device="cpu", gather_for_metrics=lambda x: x, gather=lambda x: x)
-    kept = {"dpo": "sigmoid", "ipo": "ipo", "kto": "kto"}[kind]
+    kept = {"dpo": "sigmoid", "ipo": "ipo", "hinge": "hinge", "kto": "kto"}[kind]
     settings = SimpleNamespace(
         model=policy,
         ref_model=for_trl(reference),
@@ -361,7 +373,7 @@ def trained(words, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_margin_grows(kind, own_words):
     rows = trained([*own_words, "train.steps=12", "optim.lr=2e-2"], kind)
-    if first := {"dpo": math.log(2), "ipo": 25.0, "kto": 0.5}.get(kind):
+    if first := {"dpo": math.log(2), "ipo": 25.0, "hinge": 1.0, "kto": 0.5}.get(kind):
         assert rows[0]["loss"] == pytest.approx(first, rel=1e-4)  # the policy is the reference
         assert rows[0]["margin"] == pytest.approx(0, abs=1e-5)
     assert rows[-1]["margin"] > 0.1
