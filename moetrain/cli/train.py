@@ -178,7 +178,7 @@ RL = Program(
     _rl,
     _plan_rl,
     Recipes.RL,
-    foreign=(*_NO_DATA, "train.eval_rows", "train.sample", "jobs."),
+    foreign=(*_NO_DATA, "train.eval_rows", "train.target_loss", "train.sample", "jobs."),
 )
 JOBS = Program(
     "jobs",
@@ -199,7 +199,7 @@ JOBS = Program(
         *("moe.aux_loss_coef", "moe.z_loss_coef"),  # the client alone chooses the loss
         *("train.max_bad_steps", "optim.min_lr_ratio", "optim.schedule", "optim.warmup_"),
         *("optim.decay_", "train.eval_", "train.sample_", "train.gc_interval", "log."),
-        *("train.patience", "launch.hang_seconds"),
+        *("train.patience", "train.target_loss", "launch.hang_seconds"),
         *(f"checkpoint.{x}" for x in CheckpointSection.model_fields if x != "minutes"),
         *(f"rl.{x}" for x in RlSection.model_fields if x not in _JOBS_OF_RL),
     ),

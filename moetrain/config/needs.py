@@ -217,12 +217,15 @@ NEEDS: tuple[Need, ...] = (
     Need("data.num_documents", requires={"data.source": {"synthetic"}}),
     Need("train.compare_replicas", requires={"parallel.dp_replicate": Other(1)}, when=_SOME),
     Need(
-        "train.eval_interval train.eval_rows train.patience checkpoint.best",
+        "train.eval_interval train.eval_rows train.patience train.target_loss checkpoint.best",
         requires=_EVALUATED,
         when=_SOME,
         remedy="unset it, or raise data.eval_fraction, or set data.eval_path",
     ),
-    Need("train.patience checkpoint.best", requires={"train.eval_interval": _SOME}),
+    Need(
+        "train.patience train.target_loss checkpoint.best",
+        requires={"train.eval_interval": _SOME},
+    ),
     Need("train.sample_prompt", requires={"train.sample_tokens": _SOME}),
     Need("rl.generators rl.keep_cache", requires={"rl.placement": {"apart"}}),
     Need(

@@ -388,6 +388,9 @@ class TrainSection(Section):
     """End the run after this many evaluations in a row without a better held-out loss (in
     reinforcement learning, without a better held-out reward); 0: never. The evaluation before the
     first step does not count."""
+    target_loss: float | None = Field(default=None, gt=0)
+    """End the run at the first evaluation with a held-out loss (``eval_loss``, in nats) of at most
+    this; unset: never. The evaluation before the first step does not count."""
     sample_tokens: NonNegativeInt = 200
     """Number of tokens that the trained model generates at the end of the run, as a sample; 0: no
     sample. In a Python program the callback ``moetrain.generate.weights.Sampled`` writes the

@@ -28,7 +28,7 @@ from moetrain.data.tokenizer import load_tokenizer
 _OF_TEXT = ("source", "path", "eval_path", "mix", "format", "text_field", "chat_template")
 _OF_TEXT += ("train_on", "split", "subset", "packing", "eval_fraction", "num_documents")
 """Settings of the section ``data`` that have no effect on rows."""
-_OF_EVALUATIONS = ("train.patience", "checkpoint.best")
+_OF_EVALUATIONS = ("train.patience", "train.target_loss", "checkpoint.best")
 """Settings that have no effect without rows to evaluate on."""
 
 

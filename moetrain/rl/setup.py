@@ -61,6 +61,9 @@ class Setup:
         if config.kernels.precision != "bf16":
             problem = f"{config.kernels.precision!r}, but trajectories are generated in bf16"
             raise ConfigError("kernels.precision", f"{problem}; unset it")
+        if config.train.target_loss is not None:
+            problem = f"{config.train.target_loss}, but evaluations measure rewards, not a loss"
+            raise ConfigError("train.target_loss", f"{problem}; unset it")
         self.config, rl = config, config.rl
         self.total_steps, self.num_groups = _steps_and_groups(config)
         self.window = PromptWindow(rl.max_staleness * self.num_groups)

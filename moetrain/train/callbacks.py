@@ -201,9 +201,10 @@ class Best(Callback):
     """Remembers the best evaluation: the lowest ``eval_loss``, or the highest ``eval_reward``.
 
     It keeps the checkpoint of that step (``checkpoint.best``; the link ``checkpoints/best`` points
-    to it), and ends a run that no longer improves (``train.patience``). The evaluation before the
-    first step does not count. Its state is in checkpoints, so a run that had a reason to end ends
-    again when it is resumed (``on_start``), unless the setting has changed.
+    to it), and ends a run that no longer improves (``train.patience``) or whose loss is low enough
+    (``train.target_loss``). The evaluation before the first step does not count. Its state is in
+    checkpoints, so a run that had a reason to end ends again when it is resumed (``on_start``),
+    unless the setting has changed.
     """
 
     def __init__(self) -> None:
@@ -211,6 +212,12 @@ class Best(Callback):
         self.value: float | None = None
         self.since = 0
         """Evaluations since the best one."""
+        self.last_step = 0
+        """The step of the last evaluation; 0: none after a step."""
+        self.last_loss: float | None = None
+        """Its ``eval_loss``; None: not finite, or it measured rewards. Not ``value``, which is
+        that of earlier weights: a resumed run may have got worse since, and may have a new
+        target."""
 
     def state(self) -> dict[str, Any]:
         return {} if self.step is None else vars(self)
@@ -224,15 +231,16 @@ class Best(Callback):
     def on_evaluate(self, run: RunView, row: Row) -> None:
         if run.step == 0:  # nothing was trained yet
             return
+        self.last_step, self.last_loss = run.step, row.get("eval_loss")
         name, sign = ("eval_loss", -1) if "eval_loss" in row else ("eval_reward", 1)
         value = row.get(name)
         if value is None or (self.value is not None and sign * value <= sign * self.value):
             self.since += 1
-            self._end_if_enough(run)
-            return
-        self.step, self.value, self.since = run.step, value, 0
-        if run.config.checkpoint.best:
-            self.on_checkpoint(run, run.begin_save())
+        else:
+            self.step, self.value, self.since = run.step, value, 0
+            if run.config.checkpoint.best:
+                self.on_checkpoint(run, run.begin_save())
+        self._end_if_enough(run)
 
     def on_checkpoint(self, run: RunView, path: Path) -> None:
         is_mine = run.config.checkpoint.best and path == self.path(path.parent) and path.exists()
@@ -247,8 +255,11 @@ class Best(Callback):
         return None if self.step is None else checkpoints / checkpoint_name(self.step)
 
     def _end_if_enough(self, run: RunView) -> None:
-        patience = run.config.train.patience
-        if 0 < patience <= self.since:
+        patience, target = run.config.train.patience, run.config.train.target_loss
+        if target is not None and self.last_loss is not None and self.last_loss <= target:
+            loss = f"the held-out loss at step {self.last_step} is {self.last_loss:.4f}"
+            run.end(f"{loss}, at or below {target} (train.target_loss)", everywhere=True)
+        elif 0 < patience <= self.since:
             times = f"{self.since} evaluations"
             best = (
                 f"the best was {self.value:.4f} at step {self.step}"

@@ -95,6 +95,16 @@ GIVEN = [
         "data.mix none; unset it, or raise data.eval_fraction, or set data.eval_path",
     ),
     (
+        "--data.eval_fraction 0 --train.target_loss 1.5",
+        "train.target_loss: 1.5 contradicts data.eval_fraction 0.0 and data.eval_path none and "
+        "data.mix none; unset it, or raise data.eval_fraction, or set data.eval_path",
+    ),
+    (
+        "--train.eval_interval 0 --train.target_loss 1.5",
+        "train.target_loss: 1.5 contradicts train.eval_interval 0; unset it, or raise "
+        "train.eval_interval",
+    ),
+    (
         "--moe.force_balanced yes --moe.bias_update_rate 0.1",
         "moe.bias_update_rate: 0.1 contradicts moe.force_balanced True; unset it, or set "
         "moe.force_balanced no",

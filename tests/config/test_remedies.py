@@ -774,6 +774,12 @@ ROWS = {
         "rl.supervised_steps: 101 is more than train.steps 100, the whole run; lower it, or raise",
         [{"rl.supervised_steps": 100}, {"train.steps": 101}],
     ),
+    "a loss of rewards": Row(
+        {},
+        {"rl.env": "sort", "train.target_loss": 1.5},
+        "train.target_loss: 1.5, but evaluations measure rewards, not a loss; unset it",
+        [{"train.target_loss": UNSET}],
+    ),
     "demonstrations of nobody": Row(
         {"e.py": ENVIRONMENT + "    num_tasks = 1\n"},
         {"rl.env": "e.py:Own", "rl.supervised_steps": 3},
@@ -1980,7 +1986,9 @@ UNUSED = [
     (REINFORCE, 'data.mix [{"path":"a.jsonl"}]', ""),
     (REINFORCE, "data.train_on last", ""),
     (REINFORCE, "data.bad_records skip", ""),
+    (REINFORCE, "train.target_loss 1.5", ""),
     (JOBS, "train.objective dpo", ""),
+    (JOBS, "train.target_loss 1.5", ""),
     (JOBS, "data.chat_template a.jinja", ""),
     (JOBS, "data.streaming yes", ""),
     (TRAIN, "rl.kl k1", ""),

@@ -112,6 +112,8 @@ def test_settings_of_data_beside_rows_are_refused(tiny, own):
         Trainer(own("train.epochs=1", "train.steps=none"), data=Counting())
     with pytest.raises(ConfigError, match=r"train\.patience: .*eval_data="):
         Trainer(own("train.patience=1", "train.eval_interval=1"), data=rows_of(3))
+    with pytest.raises(ConfigError, match=r"train\.target_loss: .*eval_data="):
+        Trainer(own("train.target_loss=1", "train.eval_interval=1"), data=rows_of(3))
     with pytest.raises(ConfigError, match=r"checkpoint\.best: .*eval_data="):
         Trainer(own("checkpoint.best=yes", "train.eval_interval=1"), data=rows_of(3))
 
@@ -348,6 +350,42 @@ def test_the_best_checkpoint_is_kept_and_a_run_without_progress_ends(tiny, tmp_p
     result = Scripted(tiny(*words, "train.patience=4")).fit()
     assert (result.step, result.best_step) == (6, 6)
     assert (root / "best").resolve().name == "step-00000006"
+
+
+def test_a_run_ends_at_its_target_of_the_held_out_loss(tiny, capsys):
+    words = ["train.steps=6", "train.eval_interval=1", "checkpoint.save_hf=yes"]
+    result = Scripted(tiny(*words, "train.target_loss=3")).fit()
+    reason = "the held-out loss at step 1 is 3.0000, at or below 3.0 (train.target_loss)"
+    assert (result.step, result.reason) == (1, reason)  # as low as the target is low enough
+    said = capsys.readouterr().out
+    assert [reason in line for line in said.splitlines()].count(True) == 1
+    assert result.checkpoint.name == "step-00000001"
+    assert (result.folder / "hf").exists()
+    # It still has its reason. With a lower target it goes on.
+    result = Scripted(tiny(*words, "train.target_loss=3")).fit()
+    assert (result.step, result.reason) == (1, reason)
+    result = Scripted(tiny(*words, "train.target_loss=1.5", "train.steps=5")).fit()
+    assert (result.step, result.reason) == (5, "train.steps")
+    # What counts is the last evaluation, 6.0, not the best one, 2.0, which had other weights.
+    result = Scripted(tiny(*words, "train.target_loss=2.5")).fit()
+    assert (result.step, "step 6 is 1.0000" in result.reason) == (6, True)
+
+
+def test_neither_the_untrained_model_nor_a_loss_that_is_not_finite_reaches_the_target(tiny):
+    class Low(Scripted):
+        values = (0.5, float("nan"), 2.0, 0.7, 0.1)
+
+    words = ["train.eval_interval=1", "train.target_loss=1"]
+    result = Low(tiny(*words)).fit()
+    assert (result.step, "step 3 is 0.7000" in result.reason) == (3, True)
+
+
+def test_a_target_is_reached_at_evaluations_alone(tiny):
+    class Falling(Scripted):
+        values = (9.0, 1.0, 5.0, 1.0, 1.0)
+
+    result = Falling(tiny("train.eval_interval=2", "train.target_loss=2")).fit()
+    assert (result.step, "step 4 is" in result.reason) == (4, True)
 
 
 def test_exports_have_the_weights_of_the_best_evaluation(tiny, capsys):
