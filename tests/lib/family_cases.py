@@ -333,6 +333,9 @@ SPARSE = {
 }
 SHARED = ["full", "shared", "shared"]
 # The key names the family and the oddity of this case.
+# transformers drops in training, by a tenth if the keys are left out.
+SEED = {"head_dim": 12, "attention_dropout": 0.0, "residual_dropout": 0.0}
+
 CASES = {
     "glm4_moe": {**GLM, "use_qk_norm": True, "attention_bias": True},
     "glm4_moe groups": {**GLM, "n_group": 3, "topk_group": 2, "n_shared_experts": 2},
@@ -1036,6 +1039,20 @@ CASES = {
     "minimax_m3_vl_text no dense layer": {**M3, "mlp_layer_types": None},
     "minimax_m3_vl_text every expert": {**M3, "num_experts_per_tok": 6},
     "minimax_m3_vl_text many experts": {**M3, "num_local_experts": 37, "num_experts_per_tok": 8},
+    "seed_oss": SEED,
+    "seed_oss every bias": {**SEED, "attention_out_bias": True, "mlp_bias": True},
+    "seed_oss no bias": {**SEED, "attention_bias": False},
+    "seed_oss output's bias alone": {**SEED, "attention_bias": False, "attention_out_bias": True},
+    "seed_oss output's bias too": {**SEED, "attention_out_bias": True},
+    "seed_oss biases of the MLP": {**SEED, "mlp_bias": True},
+    "seed_oss tied": {**SEED, "tie_word_embeddings": True},
+    "seed_oss one kv head": {**SEED, "num_key_value_heads": 1},
+    "seed_oss as many kv heads": {**SEED, "num_key_value_heads": None},
+    "seed_oss width by heads": {**SEED, "head_dim": None},
+    "seed_oss narrow heads": {**SEED, "head_dim": 2, "num_attention_heads": 14},
+    "seed_oss odd widths": {**SEED, "hidden_size": 28, "intermediate_size": 37},
+    "seed_oss one layer": {**SEED, "num_hidden_layers": 1, "rms_norm_eps": 1e-3},
+    "seed_oss yarn": {**SEED, "rope_parameters": YARN},
 }
 FAMILY_CASES = [case for case in CASES if " " not in case]
 """One case of each family."""
@@ -1049,7 +1066,7 @@ WITH_STATES = (
 )
 LINEAR_CASES = [case for case in FAMILY_CASES if case.startswith(WITH_STATES)]
 """Families with layers that carry states."""
-ROUTED_CASES = [case for case in FAMILY_CASES if case != "qwen3_5_text"]
+ROUTED_CASES = [case for case in FAMILY_CASES if case not in ("qwen3_5_text", "seed_oss")]
 
 
 def limits(case):

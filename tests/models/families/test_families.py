@@ -1050,6 +1050,7 @@ PUBLISHED = {
     "kimi-linear-48b-a3b": 49.12,
     "ling-3.0-flash": 124.41,  # without the MTP block
     "minimax-m3": 426.17,  # without the tower; all of it is counted in test_block_attention.py
+    "seed-oss-36b": 36.15,
 }
 
 
@@ -1322,6 +1323,26 @@ PUBLISHED_KEYS = {
         "rope_scaling": None,
         "short_conv_kernel_size": 4,
     },
+    "seed-oss-36b": {
+        "attention_bias": True,
+        "attention_dropout": 0.1,
+        "attention_out_bias": False,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "intermediate_size": 27_648,
+        "max_position_embeddings": 524_288,
+        "mlp_bias": False,
+        "num_attention_heads": 80,
+        "num_hidden_layers": 64,
+        "num_key_value_heads": 8,
+        "residual_dropout": 0.1,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": {"rope_type": "default"},
+        "rope_theta": 1e7,
+        "tie_word_embeddings": False,
+        "vocab_size": 155_136,
+    },
 }
 """Keys of published files, from memory."""
 
@@ -1426,6 +1447,10 @@ def test_fewer_or_more_layers_of_a_preset():
         ),
         ("gemma4_text", {"global_head_dim": 7}, "head_dim 7 is odd"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 of a llama"),
+        ("seed_oss", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 of a seed_oss"),
+        ("seed_oss", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported, only 'silu'"),
+        ("seed_oss", {"attention_out_bias": None}, "attention_out_bias is None, expected a value"),
+        ("seed_oss", {"mlp_bias": 1}, "mlp_bias is 1, expected a value like False"),
         ("hy_v3", {"mlp_bias": True}, "mlp_bias True is not supported, only False"),
         ("hy_v3", {"route_norm": False}, "route_norm False is not supported, only True"),
         ("hy_v3", {"mlp_layer_types": ["cnn"] * 3}, "mlp_layer_types cnn are not supported"),

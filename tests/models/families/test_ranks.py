@@ -36,6 +36,7 @@ LIKE = {
     "hy_v3": "glm4_moe",
     "sarvam_moe": "glm4_moe",
     "sarvam_mla": "deepseek_v3",
+    "seed_oss": "glm4_moe",
 }
 """Families whose blocks run only the code of another family: the compiler sees the same."""
 
