@@ -3,9 +3,12 @@
 On CUDA the batch-invariant kernels run. Elsewhere torch's own attention runs, over the sequences of
 one length together.
 
+A cache of latents has a kernel of its own on CUDA (:mod:`moetrain.kernels.attention.latent`).
+Elsewhere a latent is the key and, without its rotating part, the value of a single key head.
+
 Legend: T tokens of a step, N sequences, P pages, Z tokens of a page, M pages of a sequence at most,
-H query heads, G key/value heads, d width of a query and a key, v of a value, K selected blocks of
-keys, A heads with a selection of their own (G, or 1: all heads share it).
+H query heads, G key/value heads, d width of a query and a key, v of a value, c of a latent, K
+selected blocks of keys, A heads with a selection of their own (G, or 1: all heads share it).
 """
 
 from collections import defaultdict
@@ -15,7 +18,9 @@ import torch
 from torch.nn import functional as F
 
 from moetrain.kernels.attention.batch_invariant import step_attention, store_in_pages
+from moetrain.kernels.attention.latent import latent_attention
 from moetrain.kernels.attention.sinks import dense_attention_with_sinks
+from moetrain.runtime.backend import Backend, use_fast
 
 _GATHERED = 2**28
 """About how many elements of selected keys and values are gathered at once."""
@@ -45,6 +50,9 @@ class PagedRows(NamedTuple):
     far."""
     selected_size: int = 1
     """Keys of a block of :attr:`selected_TAK`."""
+    longest: int | None = None
+    """The most tokens that any of the sequences has, with those of the step; None: as many as their
+    pages hold, since the host must not decide shapes."""
 
     def places(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sequence of each of ``tokens`` tokens, and the number of tokens before it
@@ -112,6 +120,62 @@ def attend_over_pages(
     for pages, x_TGd in zip(cache, (k_TGd, v_TGv), strict=True):
         pages.flatten(0, 1)[slots_T] = x_TGd[is_stored_T]
     return _attend_by_lengths(q_THd, cache, rows, window, scale, sinks_H)
+
+
+def attend_to_latents(
+    q_THd: torch.Tensor,
+    latents_PZd: torch.Tensor,
+    rows: PagedRows,
+    *,
+    width: int,
+    scale: float,
+    backend: Backend = "auto",
+) -> torch.Tensor:
+    """Attend each token to its sequence's latents so far, which are stored; returns ``o_THc``.
+
+    A token that sees no more keys than are selected has the bits of one that attends to all.
+
+    Args:
+        latents_PZd: ``[c | r]`` of the tokens in all pages: the value, and the rotating part of the
+            key, of which the value is the rest.
+        width: c.
+        scale: the factor of the scores.
+    """
+    if not use_fast(backend, q_THd):
+        cache = latents_PZd[:, :, None], latents_PZd[:, :, None, :width]
+        return _attend_by_lengths(q_THd, cache, rows, None, scale, None)
+    if rows.selected_TAK is None:
+        size, pages_NM = latents_PZd.shape[1], rows.pages_NM
+        if rows.longest is not None:
+            pages_NM = pages_NM[:, : -(-rows.longest // size)]
+        given = rows.ends_N, rows.seen_N, pages_NM
+        return latent_attention(q_THd, latents_PZd, *given, width, scale)
+    # Every token is a sequence of its own, whose pages have one token each.
+    assert rows.selected_size == rows.selected_TAK.shape[1] == 1  # no family selects blocks here
+    slots_TK = _selected_slots(rows, rows.selected_TAK[:, 0], latents_PZd.shape[1])
+    tokens, topk = slots_TK.shape
+    ends = torch.arange(tokens + 1, dtype=torch.int32, device=slots_TK.device)
+    seen_T = torch.full_like(ends[1:], topk - 1)
+    pages_S1d = latents_PZd.flatten(0, 1)[:, None]
+    return latent_attention(q_THd, pages_S1d, ends, seen_T, slots_TK, width, scale)
+
+
+def _selected_slots(rows: PagedRows, selected_TK: torch.Tensor, size: int) -> torch.Tensor:
+    """Return the slots of selected keys, int32 [T, K]; -1: none.
+
+    A token that sees at most K keys has all of them, in the order of their places.
+    """
+    tokens, topk = selected_TK.shape
+    sequence_T, place_T = rows.places(tokens)
+    index_K = torch.arange(topk, device=selected_TK.device)
+    all_TK = torch.where(index_K <= place_T[:, None], index_K, -1)
+    has_any_T = (selected_TK >= 0).any(-1)  # a slot of a step may hold no sequence
+    takes_all_T1 = ((place_T < topk) & has_any_T)[:, None]
+    places_TK = torch.where(takes_all_T1, all_TK, selected_TK.long())
+    seen_TK = places_TK.clamp(min=0)
+    pages_TK = rows.pages_NM[sequence_T].long().gather(1, seen_TK // size)
+    slots_TK = pages_TK * size + seen_TK % size
+    return torch.where(places_TK >= 0, slots_TK, -1).int()
 
 
 def _with_selected(
