@@ -1,7 +1,8 @@
 """Time generation: decoding at given batch sizes, prefill, sleeping, and a peer.
 
     python scripts/bench_generate.py [--preset qwen3-30b-a3b] [--layers N] [--batches 64,256]
-        [--context 1024] [--draft N] [--peer COMMAND] [--results FILE.jsonl]
+        [--context 1024] [--draft N] [--cache latent] [--decode_only] [--peer COMMAND]
+        [--results FILE.jsonl]
     python scripts/bench_generate.py --path MODEL --batches 1 --draft 2   (a checkpoint's own text)
     torchrun --nproc-per-node 4 scripts/bench_generate.py ...      (expert parallel over all ranks)
 
@@ -12,9 +13,9 @@ weights no draft would be accepted.
 Otherwise weights are random, in bf16; batch sizes are per rank. A decoding step is timed on the
 host, as a whole: it plans, runs, waits for the tokens and keeps them. The result is the median of
 30 steps. Its floor is the time of the memory traffic, at the rate of a copy within the device:
-every key and value is read once, and so is every weight except the embedding and the experts that
-no token is expected to choose. Prefill is compared with the trainer's compiled forward of as many
-packed tokens (one rank).
+every key and value (or latent) is read once, and so is every weight except the embedding and the
+experts that no token is expected to choose. Prefill is compared with the trainer's compiled forward
+of as many packed tokens (one rank).
 """
 
 from __future__ import annotations
@@ -37,10 +38,11 @@ from bench_train import commit, device_name
 from moetrain.config import Config, ConfigError
 from moetrain.config.environment import launched_place
 from moetrain.generate.engine import Generator, load_model
-from moetrain.generate.paged_attention import PagedAttention
+from moetrain.generate.paged_attention import PagedAttention, PagedTokens
 from moetrain.generate.ranks import ExpertParallel
 from moetrain.generate.request import Request, SamplingParams, chat_ids
 from moetrain.models.architecture import Architecture
+from moetrain.models.generation import SeveralCaches
 from moetrain.models.parts.multi_token import with_multi_token
 from moetrain.models.transformer import Inputs, Transformer, compile_blocks
 from moetrain.parallel.apply import choose_dispatcher
@@ -59,6 +61,8 @@ def main() -> int:
     parser.add_argument("--batches", default="64,256")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--draft", type=int, default=0, help="length of drafts")
+    parser.add_argument("--cache", choices=["expanded", "latent"], default="expanded")
+    parser.add_argument("--decode_only", action="store_true", help="time nothing but decoding")
     parser.add_argument("--path", help="a checkpoint to time with and without drafts")
     parser.add_argument("--peer", help="a shell command to run afterwards on the same device")
     parser.add_argument("--results", type=Path)
@@ -83,21 +87,24 @@ def main() -> int:
         max_tokens=CHUNK,
         experts=experts,
         draft=args.draft,
+        cache=args.cache,
     )
     generator.warm_up()
     row: dict[str, Any] = {"preset": args.preset, "layers": arch.num_layers, "ranks": ranks}
     row |= {
         "context": args.context,
         "draft": args.draft,
+        "cache": args.cache,
         "commit": commit(),
         "device": device_name(world.device),
     }
     bandwidth = copy_bandwidth(world.device)
     for batch in batches:
         say(world, row, f"decode_{batch}", decode(generator, world, batch, args.context, bandwidth))
-    say(world, row, "prompts", prompts(generator, world, args.context))
-    say(world, row, "sleep", sleep(generator, world))
-    if ranks == 1:
+    if not args.decode_only:
+        say(world, row, "prompts", prompts(generator, world, args.context))
+        say(world, row, "sleep", sleep(generator, world))
+    if ranks == 1 and not args.decode_only:
         generator.sleep()
         say(world, row, "trainer_forward", trainer_forward(config, model, args.context))
     if args.results is not None and world.is_main:
@@ -259,15 +266,19 @@ def bytes_of_step(generator: Generator, world: World, batch: int, context: int) 
             share = 1 - (1 - chosen) ** (batch * world.size)
         if not name.startswith("embed"):
             total += share * weight.nbytes
-    for cache in paged(generator):
-        assert cache.keys_PZGd is not None  # the cache has been used
-        total += 2 * batch * context * cache.keys_PZGd[0, 0].nbytes
-    return total
+    return total + batch * context * sum(pages[0, 0].nbytes for pages in paged(generator))
 
 
-def paged(generator: Generator) -> list[PagedAttention]:
-    """Return the caches of keys and values."""
-    return [cache for cache in generator.steps.caches if isinstance(cache, PagedAttention)]
+def paged(generator: Generator) -> list[torch.Tensor]:
+    """Return the pages of all layers that are in memory: keys, values and latents."""
+    found: list[torch.Tensor | None] = []
+    for cache in generator.steps.caches:
+        for one in cache.caches if isinstance(cache, SeveralCaches) else (cache,):
+            if isinstance(one, PagedAttention):
+                found += [one.keys_PZGd, one.values_PZGv]
+            elif isinstance(one, PagedTokens):
+                found.append(one.pages_PZd)
+    return [pages for pages in found if pages is not None]
 
 
 def prompts(generator: Generator, world: World, context: int) -> dict[str, Any]:
@@ -311,7 +322,7 @@ def sleep(generator: Generator, world: World) -> dict[str, Any]:
     """Return the memory that sleeping frees, and whether the same tokens follow."""
     request = Request("sleep", tuple(range(100)), SamplingParams(max_tokens=20))
     before = generator.generate([request])[0][0].tokens
-    caches = [c.keys_PZGd.nbytes for c in paged(generator) if c.keys_PZGd is not None]
+    held = sum(pages.nbytes for pages in paged(generator))
     free = torch.cuda.mem_get_info(world.device)[0]
     begun = now(world.device)
     generator.sleep()
@@ -319,8 +330,12 @@ def sleep(generator: Generator, world: World) -> dict[str, Any]:
     freed = torch.cuda.mem_get_info(world.device)[0] - free
     generator.wake()
     same = generator.generate([request])[0][0].tokens == before
-    share = freed / (2 * sum(caches))
-    return {"seconds": seconds, "freed_share": share, "gib": freed / 2**30, "same": int(same)}
+    return {
+        "seconds": seconds,
+        "freed_share": freed / held,
+        "gib": freed / 2**30,
+        "same": int(same),
+    }
 
 
 if __name__ == "__main__":

@@ -134,8 +134,7 @@ def main() -> int:
     print(f"{hardware}, commit {commit()}: {args.layers} layers")
     print(report(rows, ranks, args), flush=True)
     config = trainer.config
-    has_same = config.rl.generator_dtype in ("auto", config.lora.base_dtype)
-    has_same = has_same and not config.rl.keep_cache
+    has_same = not config.generation_differs and not config.rl.keep_cache
     is_exact = has_same and config.kernels.attention == "exact"
     return 1 if is_exact and any(row.get("mismatch_share") for row in rows) else 0
 

@@ -94,7 +94,12 @@ def main(argv: Sequence[str] | None) -> None:
         raise ConfigError(name, problem) from None
     pages = -(-min(len(ids) + params.max_tokens, model.arch.max_positions) // Pages.SIZE)
     generator = Generator(
-        model, tokenizer, num_pages=pages, draft=args.draft, draft_by=args.draft_by
+        model,
+        tokenizer,
+        num_pages=pages,
+        draft=args.draft,
+        draft_by=args.draft_by,
+        cache=args.cache,
     )
     text = request.TextStream(
         tokenizer, params.stop, params.stop_ids, skip_special_tokens=not args.special_tokens

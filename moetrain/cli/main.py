@@ -204,6 +204,13 @@ class Parser(argparse.ArgumentParser):
             "n-grams of the text so far"
         )
         self.add_argument("--draft_by", choices=["block", "ngram"], default="block", help=meaning)
+        meaning = (
+            "content of the cache for layers with latent attention; expanded (default): keys and "
+            "values, which have the bits of training; latent: latents, which take less memory"
+        )
+        self.add_argument(
+            "--cache", choices=["expanded", "latent"], default="expanded", help=meaning
+        )
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, args: Any = None, namespace: Any = None

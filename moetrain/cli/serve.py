@@ -93,6 +93,7 @@ def main(argv: Sequence[str] | None) -> None:
         max_tokens=args.max_step_tokens,
         draft=args.draft,
         draft_by=args.draft_by,
+        cache=args.cache,
         grammar_limits=GrammarLimits(args.grammar_seconds, args.grammar_mib, args.max_grammars),
     )
     generator.warm_up()

@@ -190,6 +190,15 @@ class Config(Section):
         """The source of each setting that has one, by dotted name."""
         return dict(self._origins)
 
+    @property
+    def generation_differs(self) -> bool:
+        """True: generation has other weights or another formula than training, so other bits."""
+        rl = self.rl
+        return rl.generator_cache != "expanded" or rl.generator_dtype not in (
+            "auto",
+            self.lora.base_dtype,
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain nested values that JSON can hold, for people and records to read.
 

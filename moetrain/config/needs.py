@@ -23,6 +23,7 @@ class Fact(StrEnum):
     CUDA = "a CUDA device"
     DEEPEP = "DeepEP"
     EXPERTS = "experts"
+    LATENTS = "latent attention"
     DRY_RUN = "--dry_run"
 
 
@@ -403,6 +404,13 @@ NEEDS: tuple[Need, ...] = (
         "rl.generator_dtype",
         requires={"kernels.attention": Other("exact"), "lora.base_dtype": _NARROW},
         why="the generator would compute with other weights than the trainer",
+        remedy="unset it, or use another kernels.attention",
+    ),
+    Need("rl.generator_cache", requires={Fact.LATENTS: _HELD}),
+    Need(
+        "rl.generator_cache",
+        requires={"kernels.attention": Other("exact")},
+        why="attention within latents has other bits than the trainer's",
         remedy="unset it, or use another kernels.attention",
     ),
     Need(

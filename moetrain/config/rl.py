@@ -11,6 +11,7 @@ from moetrain.config.sections import MaybePath, Section
 
 _PolicyName = Literal["clip", "gspo", "cispo", "dppo_tv", "dppo_kl", "reinforce"]
 SleepName = Literal["never", "cache", "all"]
+CacheName = Literal["expanded", "latent"]
 
 # The bounds of the ratio are 1 - low and 1 + high. clip has PPO's lower bound and DAPO's upper
 # bound, which is higher. gspo has GSPO's bounds, for means over a sequence. cispo has no lower
@@ -168,6 +169,13 @@ class RlSection(Section):
     of its computation; float8, mxfp4, nf4, nvfp4: quantised to 8 or 4 bits with scales at every
     update, which takes a half or a quarter of the memory. The generator's log-probabilities then
     differ from the trainer's; rl.importance and rl.mask correct for that."""
+    generator_cache: CacheName = "expanded"
+    """Content of the generator's cache for layers with latent attention (DeepSeek, Kimi, GLM-4.7
+    Flash, GLM-5, Ling, Mistral-4). expanded: keys and values of all heads, which have the bits of
+    training; latent: the latents from which they are computed, which take a small part of the
+    memory. The generator's log-probabilities then differ from the trainer's; rl.importance and
+    rl.mask correct for that. The ranks of parallel.cp divide expanded keys and values, but each
+    keeps all latents."""
     resample: NonNegativeInt = 0
     """Largest number of rounds in a step in which new prompts replace groups whose rewards are all
     equal, because such groups teach nothing (dynamic sampling, arXiv 2503.14476)."""

@@ -7,8 +7,8 @@
 The generator runs the trainer's own model, with attention over a paged cache
 (:mod:`moetrain.generate.paged_attention`), and computes log-probabilities with the function that
 the loss uses. On Hopper in bf16 they equal those of training with ``kernels.attention = "exact"``
-bit for bit. On other devices, and where projections have biases or layers carry states, they agree
-up to rounding. There is no tensor parallelism yet.
+bit for bit. On other devices, where projections have biases or layers carry states, and with a
+cache of latents, they agree up to rounding. There is no tensor parallelism yet.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from moetrain.config import ConfigError, logger
+from moetrain.config.rl import CacheName
 from moetrain.config.sources import shortened
 from moetrain.data.tokenizer import Tokenizer, load_tokenizer
 from moetrain.generate.drafting import DraftBy, check_drafting, most_drafts
@@ -71,6 +72,7 @@ class Generator:
         heads: HeadParallel | None = None,
         draft: int = 0,
         draft_by: DraftBy = "block",
+        cache: CacheName = "expanded",
         grammar_limits: GrammarLimits | None = None,
     ) -> None:
         """Take over ``model``, which from then on serves only generation.
@@ -90,11 +92,14 @@ class Generator:
                 first of them takes the requests.
             draft: number of tokens in a draft, the same on all ranks; 0 if ranks share heads.
             draft_by: source of drafts. block: the model's MTP block; ngram: the text so far.
+            cache: content of the cache for layers with latent attention. expanded: keys and values,
+                which have the bits of training; latent: latents, which take less memory. Ranks that
+                share heads keep all latents each.
             grammar_limits: limits on the requests' grammars; None: the defaults.
 
         Raises:
-            ConfigError: ``model`` is a reward model, a layer has no cache here, or drafts cannot be
-                made.
+            ConfigError: ``model`` is a reward model, a layer has no cache here, drafts cannot be
+                made, or the cache is to hold latents and ``model`` has none.
             ValueError: a number is not positive, pages on CUDA are no multiple of 64 tokens, or no
                 page fits in the free memory.
         """
@@ -111,13 +116,19 @@ class Generator:
             problem = "a reward model, whose head predicts no token"
             raise ConfigError("model", f"{problem}; moetrain.score scores texts by it")
         check_drafting(model, draft, draft_by)
+        keeps_latents = cache == "latent"
+        if keeps_latents and not model.arch.has_latents:
+            problem = f"'latent', but {model.arch.family} has no latent attention"
+            raise ConfigError("cache", f"{problem}; use expanded")
         self.model = model
         self.tokenizer = tokenizer
         self.experts = experts
         if heads is not None and draft:
             raise ConfigError("draft", f"{draft}, but ranks that share heads do not draft; use 0")
         ranks = 1 if heads is None else heads.group.size()
-        num_pages = num_pages or Pages.number_that_fits(model, page_size, max_sequences, ranks)
+        num_pages = num_pages or Pages.number_that_fits(
+            model, page_size, max_sequences, ranks, keeps_latents=keeps_latents
+        )
         self.pages = Pages(num_pages, page_size)
         known = model.arch.vocab_size if tokenizer is None else tokenizer.vocab_size
         known = min(known, model.arch.vocab_size)
@@ -130,6 +141,7 @@ class Generator:
             heads=heads,
             draft=draft,
             has_block=draft_by == "block",
+            keeps_latents=keeps_latents,
         )
         self.scheduler = Scheduler(
             self.pages, max_sequences, max_tokens, shares=not model.carries_state

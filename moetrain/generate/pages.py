@@ -73,12 +73,19 @@ class Pages:
 
     @staticmethod
     def number_that_fits(
-        model: Transformer, page_size: int, max_sequences: int, ranks: int = 1
+        model: Transformer,
+        page_size: int,
+        max_sequences: int,
+        ranks: int = 1,
+        *,
+        keeps_latents: bool = False,
     ) -> int:
         """Return the number of pages that fill most of the free memory of the model's GPU.
 
         The pages hold at most 1024 sequences of full length, even if more memory is free. On a CPU
         they hold :data:`_CPU_TOKENS` tokens.
+
+        ``keeps_latents``: layers with latents cache these, in place of keys and values.
 
         Raises ValueError: there is no room for one page.
         """
@@ -88,7 +95,7 @@ class Pages:
         free = torch.cuda.mem_get_info(weight.device)[0]
         parts = [part for layer in model.arch.layers() for part in layer]
         states = sum(part.state_bytes(weight.element_size()) for part in parts)
-        numbers = sum(part.cached_elements(ranks) for part in parts)
+        numbers = model.arch.cached_elements(ranks, latent=keeps_latents)
         room = int(_MEMORY_SHARE * free - (max_sequences + 1) * states)
         fitting = room // (max(1, numbers) * weight.element_size() * page_size)
         if fitting < 1:

@@ -98,6 +98,8 @@ class _MixedStep(NamedTuple):
     slots_NC: np.ndarray
     num_single: int
     """Number of chunks with one token, which come first."""
+    longest: int
+    """Position after the last token of any chunk."""
     read: list[tuple[int, int, int]]
     """For each sequence: its state slot, and the numbers of tokens read before and read now."""
 
@@ -119,6 +121,8 @@ class Steps:
     """Length of a draft; 0: there are no drafts."""
     has_block: bool
     """True: the model's MTP block makes drafts. False: drafts come from the text so far."""
+    keeps_latents: bool = False
+    """True: layers with latent attention cache latents in place of keys and values."""
 
     def __post_init__(self) -> None:
         model, pages, heads = self.model, self.pages, self.heads
@@ -134,6 +138,7 @@ class Steps:
             make_tokens=partial(PagedTokens, pages.num_pages, pages.page_size),
             slots=self.max_sequences + 1,
             drafts=self.draft,
+            keeps_latents=self.keeps_latents,
         )
         with_mtp = self.draft > 0 and self.has_block
         self.caches = model.for_generation(caches, with_mtp=with_mtp)
@@ -225,7 +230,14 @@ class Steps:
             )
         )
         slots = Slots(slots_NC)
-        rows = PagedRows(cache_slots_T, ends_N, starts_N, slots.pages_BM, step.num_single)
+        rows = PagedRows(
+            cache_slots_T,
+            ends_N,
+            starts_N,
+            slots.pages_BM,
+            step.num_single,
+            longest=step.longest,
+        )
         reads = Reads.of(step.read, self.device) if self.model.carries_state else None
         read = self._lay_out(positions_T, rows, None, reads)
         return self._read(tokens_T, read, ends_N[1:].long() - 1, slots, routes)
@@ -254,6 +266,7 @@ class Steps:
             starts_N=np.array([chunk.start for chunk in chunks], np.int32),
             slots_NC=self._host_slots.fill(chunks, len(chunks)).numpy(),
             num_single=sum(chunk.num_tokens == 1 for chunk in chunks),
+            longest=max((chunk.end for chunk in chunks), default=0),
             read=[*read.values()],
         )
 

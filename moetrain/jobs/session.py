@@ -159,6 +159,7 @@ class JobSession:
             max_sequences=config.rl.max_sequences,
             experts=experts,
             heads=heads,
+            cache=config.rl.generator_cache,
         )
         self.update_weights = WeightUpdate(self.engine, self.generator)
         self.limits = api.Limits(

@@ -190,6 +190,12 @@ class Part(ABC):
         """
         return 0
 
+    @property
+    def cached_latents(self) -> int | None:
+        """The elements that a cache of latents holds for a token, on every rank; None: the part has
+        no latents, and its cache is :meth:`cached_elements` in any case."""
+        return None
+
     def state_bytes(self, width: int) -> float:
         """Return the bytes of the state that generation keeps for a sequence.
 
@@ -510,6 +516,24 @@ class Architecture(BaseModel):
         """
         kept = [mixer for mixer in self.attentions() if not windows or mixer.window in windows]
         return max((mixer.widest_head for mixer in kept), default=0)
+
+    @property
+    def has_latents(self) -> bool:
+        """True: generation can keep latents in place of keys and values in some layer."""
+        return any(mixer.cached_latents is not None for mixer in self.attentions())
+
+    def cached_elements(self, ranks: int = 1, *, latent: bool = False) -> int:
+        """Count the elements that generation caches for a token on one rank, in all layers.
+
+        Args:
+            ranks: the number of ranks that share the cache.
+            latent: layers with latents cache these, in place of keys and values.
+        """
+        found = 0
+        for part in chain.from_iterable(self.layers()):
+            kept = part.cached_latents if latent else None
+            found += part.cached_elements(ranks) if kept is None else kept
+        return found
 
     @property
     def has_rotary(self) -> bool:

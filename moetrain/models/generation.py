@@ -112,6 +112,8 @@ class Caches:
     Slot 0 belongs to no sequence: empty slots of a step write their states there."""
     drafts: int = 0
     """The most draft tokens that a step reads after a sequence's last token."""
+    keeps_latents: bool = False
+    """True: layers with latent attention cache latents in place of keys and values."""
 
 
 @runtime_checkable

@@ -457,6 +457,7 @@ class _Serving:
             num_pages=setup.num_pages,
             max_sequences=slots,
             max_tokens=max(2048, 32 * slots),  # after an update all tokens may be read again
+            cache=config.rl.generator_cache,
         )
         generator.scheduler.batch = max(1, int(_SPARE * slots))
         collector = Collector(

@@ -141,7 +141,8 @@ class Learner:
 
         - A token of a first batch has other bits in training than in generation.
         - A batch has a token that older weights chose.
-        - Generation's weights are quantised differently (``rl.generator_dtype``).
+        - Generation's weights are quantised differently (``rl.generator_dtype``), or it attends
+          within latents (``rl.generator_cache``).
         - Tokens may have read a cache of older weights (``rl.keep_cache``).
 
         In all other cases their log-probabilities are taken to equal generation's bit for bit.
@@ -150,8 +151,8 @@ class Learner:
         first = score(self.engine, batches[:1], settings.temperature)
         seen = self._compare(batches[:1], first, version)
         old = sum(int(((b.versions_BS >= 0) & (b.versions_BS != version)).sum()) for b in batches)
-        quantised = settings.generator_dtype not in ("auto", self.config.lora.base_dtype)
-        differs = self.world.sum_rows(seen[0, 1] + old) > 0 or quantised or settings.keep_cache
+        differs = self.config.generation_differs or settings.keep_cache
+        differs = self.world.sum_rows(seen[0, 1] + old) > 0 or differs
         corrects = settings.importance_of != "none" or settings.mask != "none"
         if differs and (settings.ratio == "proximal" or corrects):
             rest = score(self.engine, batches[1:], settings.temperature)

@@ -159,6 +159,7 @@ class RlTrainer(Run):
                 max_sequences=max_sequences,
                 experts=experts,
                 heads=heads,
+                cache=rl.generator_cache,
             )
             self.update_weights = WeightUpdate(self.engine, self.generator)
             stop_ids = end_ids(self.engine.model, self.tokenizer)

@@ -55,8 +55,11 @@ def check_model(config: Config, arch: Architecture) -> Config:
     """
     # A recipe may be made for another model, so its settings may be dropped. A user's settings are
     # meant for this one, so they are refused if they have no effect.
-    absent = None if arch.num_experts else f"{arch.family} has no experts"
-    config = config.fitted().fitted({Fact.EXPERTS: absent})
+    facts: dict[str, str | None] = {
+        Fact.EXPERTS: None if arch.num_experts else f"{arch.family} has no experts",
+        Fact.LATENTS: None if arch.has_latents else f"{arch.family} has no latent attention",
+    }
+    config = config.fitted().fitted(facts)
     if arch.mtp_layers > 1 and config.parallel.tp > 1:
         problem = (
             f"{config.parallel.tp} is not supported with {arch.mtp_layers} multi-token prediction"

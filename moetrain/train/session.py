@@ -114,9 +114,8 @@ class Session:
             config = config.filled({"compile.cuda_graphs": wanted}, "recipe auto")
             config = config.fitted({Fact.CUDA: None if device.type == "cuda" else "no GPU"})
         kernels = config.kernels
-        # If generation's weights have another dtype than the trainer's, bits differ in any case.
-        has_same = config.rl.generator_dtype in ("auto", config.lora.base_dtype)
-        generates = sleep is not None and has_same
+        # If generation has other weights or another formula, bits differ in any case.
+        generates = sleep is not None and not config.generation_differs
         runs = cudnn_attention.runs(device, dtype, arch.widest_head())
         if generates and kernels.attention == "auto" and runs:
             # Training then computes the same bits as generation.

@@ -8,11 +8,15 @@ narrower than queries and keys. In some families queries have a factor by their 
 (``Context.query_scale``). Attention is over the expanded keys and values. Generation caches them
 expanded too, so that it computes the same bits as training.
 
-Left out on purpose: attention within the latent, which saves memory in generation but has other
-bits. Training over selected keys has it (:mod:`moetrain.models.parts.sparse_attention`).
+If :attr:`Caches.keeps_latents <moetrain.models.generation.Caches.keeps_latents>` is True,
+generation caches ``[norm(c) | rope(r)]`` of each token instead, and attends within the latents: the
+two halves of ``W_kvb`` multiply a head's query and its result
+(:mod:`moetrain.kernels.attention.latent`). That takes less memory, and has other bits. Training
+over selected keys does so too (:mod:`moetrain.models.parts.sparse_attention`).
 
-Legend: B batch, S sequence, L keys of a row, D model width, H heads, d width of a query and a key,
-v of a value, r rotating width, c width of the latent.
+Legend: B batch, S sequence, T tokens of a step, L keys of a row, D model width, H heads, d width of
+a query and a key, n of their part that does not rotate, v of a value, r rotating width, c width of
+the latent.
 """
 
 import math
@@ -24,6 +28,8 @@ import torch
 
 from moetrain.config import KernelsSection, MoeSection
 from moetrain.config.compute import SavedName
+from moetrain.kernels.attention.latent import per_head
+from moetrain.kernels.attention.paged import PagedRows, attend_to_latents
 from moetrain.kernels.norm.rotary import rotary
 from moetrain.models.architecture import (
     FP32,
@@ -33,6 +39,7 @@ from moetrain.models.architecture import (
     linear,
 )
 from moetrain.models.attention import CoreAttention
+from moetrain.models.generation import Caches, LayerCache, TokenCache
 from moetrain.models.layers import Context, Linear, RMSNorm, linears
 from moetrain.models.rope_scaling import RopeScaling
 from moetrain.models.rules import COLWISE, NORM, ROWWISE, Rule
@@ -167,6 +174,10 @@ class LatentAttention(AttentionPart):
         heads = self.num_heads // (1 if self.num_heads % ranks else ranks)
         return heads * (self.head_dim + self.v_head_dim)
 
+    @property
+    def cached_latents(self) -> int:
+        return self.latents[1]
+
     def saved(self, share: Workload) -> Mapping[SavedName, float]:
         w = share.width
         products = sum(self.latents) + sum(self.expanded) / share.tp
@@ -212,6 +223,8 @@ class MultiHeadLatent(CoreAttention):
     def __init__(self, sizes: LatentAttention, kernels: KernelsSection) -> None:
         super().__init__(kernels)
         self.gather_latents: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self.kept: TokenCache | None = None
+        """The latents of generation; None: this module trains, or keeps keys and values."""
         self.scale, self.interleaved = sizes.scale, sizes.rope_interleaved
         self.rotates = sizes.rotary_dim > 0
         self.nope = sizes.qk_nope_head_dim
@@ -239,9 +252,25 @@ class MultiHeadLatent(CoreAttention):
         """Mix tokens; returns [B, S, D] in ``x_BSD``'s dtype."""
         return self.wo(self.attend(x_BSD, context).flatten(-2))
 
+    def for_generation(self, caches: Caches, window: int | None) -> LayerCache | None:
+        """Attend over a cache from now on, of latents if the generator keeps them."""
+        if not caches.keeps_latents:
+            return super().for_generation(caches, window)
+        assert window is None  # no family has windows beside latents
+        self.kept = caches.make_tokens()
+        return self.kept
+
+    @property
+    def generates(self) -> bool:
+        """True: the module attends over a cache."""
+        return self.cache is not None or self.kept is not None
+
     def attend(self, x_BSD: torch.Tensor, context: Context) -> torch.Tensor:
         """Return each head's result, [B, S, H, v]."""
-        q_BSHd, k_BSHd, v_BSHv, _ = self.expand(x_BSD, context)
+        projected = self.project(x_BSD, context)
+        if self.kept is not None:
+            return self.attend_cached(projected, context)
+        q_BSHd, k_BSHd, v_BSHv, _ = self.expanded(projected)
         return self.core(q_BSHd, k_BSHd, v_BSHv, context, self.scale)
 
     def expand(self, x_BSD: torch.Tensor, context: Context) -> Expanded:
@@ -277,6 +306,27 @@ class MultiHeadLatent(CoreAttention):
         k_rotated = rotated_BLr[:, :, None].expand(*k_nope.shape[:-1], -1)
         k_BLHd = torch.cat((k_nope, k_rotated), dim=-1)
         return Expanded(q_BSHd, k_BLHd, v_BLHv.contiguous(), query_latent_BSc)
+
+    def attend_cached(self, projected: Projected, context: Context) -> torch.Tensor:
+        """Store latents, and attend within those of each token's sequence; returns [1, T, H, v]."""
+        rows: object = context.mask
+        assert isinstance(rows, PagedRows)  # generation lays out its rows so
+        assert self.kept is not None  # for_generation has made it
+        latents_Td = torch.cat((projected.latent_BLc, projected.rotated_BLr), dim=-1)[0]
+        latents_PZd = self.kept.store(latents_Td, rows.slots_T)
+        # Absorb the matrix that expands keys into the queries.
+        adapter = self.wkv_b.adapter("weight", latents_Td.dtype)
+        weight = self.wkv_b.weight.to(latents_Td.dtype)
+        weight = weight if adapter is None else adapter.merged(weight)
+        w_HNc = weight.unflatten(0, (-1, self.nope + self.v_width))
+        w_Hnc, w_Hvc = w_HNc.split((self.nope, self.v_width), dim=1)
+        q_nope, q_rotated = projected.q_BSHd[0].split((self.nope, self.rope), dim=-1)
+        q_THc = per_head(q_nope, w_Hnc.transpose(1, 2), self.backend)
+        q_THd = torch.cat((q_THc, q_rotated), dim=-1)
+        o_THc = attend_to_latents(
+            q_THd, latents_PZd, rows, width=self.latent, scale=self.scale, backend=self.backend
+        )
+        return per_head(o_THc, w_Hvc, self.backend)[None]
 
     def _rotated(self, x_BSHr: torch.Tensor, context: Context) -> torch.Tensor:
         """Rotate heads by the tokens' positions, if they rotate."""

@@ -22,7 +22,7 @@ Training has two forms of the same attention (``kernels.sparse_attention``):
 A token and head take ``L (d + v)`` multiply-adds for the products of the dense form, which computes
 all L keys of the row, and ``K (2 c + r)`` for those of the sparse one. auto takes the sparse form
 where it has fewer, above 6,963 keys for DeepSeek-V3.2 and 4,352 for GLM-5. Generation gathers
-expanded keys.
+expanded keys, or latents (:mod:`moetrain.kernels.attention.latent`).
 
 Legend: B batch, S sequence of this device's tokens, L keys, K selected keys, D model width, H
 heads, d width of a query and a key, n of its part that does not rotate, r of the part that does, v
@@ -219,7 +219,16 @@ class SparseLatentAttention(LatentAttention):
         return {**found, "all_gather": found["all_gather"] + share.received(0, keys)["all_gather"]}
 
     def cached_elements(self, ranks: int = 1) -> int:
-        return super().cached_elements(ranks) + (self.index_head_dim if self.has_indexer else 0)
+        return super().cached_elements(ranks) + self._cached_keys
+
+    @property
+    def cached_latents(self) -> int:
+        return super().cached_latents + self._cached_keys
+
+    @property
+    def _cached_keys(self) -> int:
+        """Number of elements of the indexer's key that generation caches for a token."""
+        return self.index_head_dim if self.has_indexer else 0
 
 
 class SparseLatent(MultiHeadLatent, SelectsKeys):
@@ -238,9 +247,10 @@ class SparseLatent(MultiHeadLatent, SelectsKeys):
     ) -> tuple[torch.Tensor, Selection | None]:
         """Mix tokens; returns [B, S, D] in ``x_BSD``'s dtype, and the keys if it selects them."""
         projected = self.project(x_BSD, context)
-        sees_all = self.indexer_mode == "warmup" and self.cache is None
+        sees_all = self.indexer_mode == "warmup" and not self.generates
         is_sparse = not sees_all and self._is_sparse(projected, context)
-        expanded = None if is_sparse else self.expanded(projected)
+        is_within = is_sparse or self.kept is not None
+        expanded = None if is_within else self.expanded(projected)
         selection = None
         keys_BSK = context.selected_BSK
         if self.indexer is not None:
@@ -250,9 +260,11 @@ class SparseLatent(MultiHeadLatent, SelectsKeys):
             selection = None if selection is None else selection._replace(keys_BSK=None)
         elif keys_BSK is not None:
             context = context if is_sparse else _limited(context, keys_BSK, _num_keys(projected))
-        elif self.cache is None and self._leaves_out(context):
+        elif not self.generates and self._leaves_out(context):
             raise RuntimeError("a layer without an indexer got no keys from an earlier layer")
-        if expanded is None:
+        if self.kept is not None:
+            y_BSHv = self.attend_cached(projected, context)
+        elif expanded is None:
             assert keys_BSK is not None  # as checked above
             y_BSHv = self._attend_within_latents(projected, keys_BSK)
         else:
@@ -262,7 +274,7 @@ class SparseLatent(MultiHeadLatent, SelectsKeys):
 
     def _is_sparse(self, projected: Projected, context: Context) -> bool:
         """Return True if these rows are attended to in the sparse form."""
-        if self.form == "dense" or self.cache is not None or not self._leaves_out(context):
+        if self.form == "dense" or self.generates or not self._leaves_out(context):
             return False
         q_BSHd = projected.q_BSHd
         drops = self.wkv_b.lora_scale is not None and self.wkv_b.lora_dropout > 0

@@ -623,7 +623,8 @@ class RankSizes:
         tokens = rl.cache_tokens or rl.max_sequences * self.config.data.seq_len
         width, parts = self.share.width, [part for layer in self.arch.layers() for part in layer]
         states = (rl.max_sequences + 1) * sum(part.state_bytes(width) for part in parts)
-        return width * tokens * sum(part.cached_elements(cp) for part in parts) + states
+        latent = rl.generator_cache == "latent"
+        return width * tokens * self.arch.cached_elements(cp, latent=latent) + states
 
 
 def _copied_bytes(

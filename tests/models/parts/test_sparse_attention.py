@@ -828,16 +828,17 @@ def test_auto_takes_the_sparse_form_on_a_gpu_above_the_crossing(policy, monkeypa
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("cache", ["expanded", "latent"])
 @pytest.mark.parametrize("case", NAMES)
 @torch.no_grad()
-def test_generation_on_a_gpu_has_the_log_probabilities_of_training(case):
+def test_generation_on_a_gpu_has_the_log_probabilities_of_training(case, cache):
     """In bf16, of prompts that are shorter and longer than what is selected."""
     arch = architecture_of(case, **WIDE, max_positions=128)
     with torch.device("cuda"):
         model, trained = (Transformer(arch).bfloat16() for _ in range(2))
     model.init_weights(std=0.1, seed=0)
     trained.load_state_dict(model.state_dict())
-    generator = Generator(model, num_pages=20, max_sequences=4)
+    generator = Generator(model, num_pages=20, max_sequences=4, cache=cache)
     params = SamplingParams(max_tokens=24, temperature=1.0, seed=3)
     prompts = [tuple(tokens(1, n)[0].tolist()) for n in (5, 60)]
     requests = [Request(str(i), prompt, params) for i, prompt in enumerate(prompts)]
