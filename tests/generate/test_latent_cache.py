@@ -15,6 +15,7 @@ from moetrain.models.parts.lora import add_adapters
 from moetrain.models.transformer import Transformer
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.rl.loop import RlTrainer
+from moetrain.runtime.backend import INTERPRETED
 from moetrain.train.checks import check_model
 from tests.lib.distributed import spawn
 from tests.lib.drafts import make_model
@@ -100,6 +101,37 @@ def test_pages_hold_as_many_elements_as_are_counted(case):
 def test_presets_keep_these_elements(preset, expanded, latent):
     arch = PRESETS[preset]
     assert (arch.cached_elements(), arch.cached_elements(latent=True)) == (expanded, latent)
+
+
+@pytest.mark.tier("long")
+@pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")
+@pytest.mark.parametrize(
+    ("case", "changes"),
+    [
+        ("deepseek_v3", {}),
+        ("deepseek_v32", {"index_head_dim": 16}),
+    ],
+)
+def test_kernels_give_what_plain_torch_gives(case, changes):
+    """Prompts are read in chunks; the second one is longer than what is selected.
+
+    Kernels of indexers take widths that are powers of two.
+    """
+    found = []
+    for backend in ("reference", "triton"):
+        model = Transformer(architecture_of(case, **changes))
+        model.init_weights(std=0.3, seed=0)
+        for module in model.modules():
+            if isinstance(module, MultiHeadLatent):
+                module.backend = backend
+        generator = Generator(model, num_pages=30, page_size=4, max_tokens=7, cache="latent")
+        params = SamplingParams(max_tokens=6, temperature=0)
+        prompts = [tuple(tokens(1, n)[0].tolist()) for n in (3, 19)]
+        requests = [Request(str(i), prompt, params) for i, prompt in enumerate(prompts)]
+        found.append([completion for (completion,) in generator.generate(requests)])
+    for want, got in zip(*found, strict=True):
+        assert got.tokens == want.tokens
+        torch.testing.assert_close(torch.tensor(got.logprobs), torch.tensor(want.logprobs))
 
 
 @pytest.mark.parametrize("case", ["deepseek_v3", "glm_moe_dsa"])
