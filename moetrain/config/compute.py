@@ -232,8 +232,8 @@ class KernelsSection(Section):
     evaluation, where rows have more than index_topk tokens. dense: torch's attention over all keys
     of a row, those masked that are not selected; sparse: a kernel over the latents of the selected
     keys, whose results and gradients have the same bits in every run (on a CPU it is plain torch).
-    auto: sparse on CUDA if kernels.attention is auto and masked attention would take more products,
-    which is in rows of more than 6,963 tokens for DeepSeek-V3.2 and 4,352 for GLM-5; else dense.
+    auto: sparse on CUDA if kernels.attention is auto and masked attention would take longer, which
+    is in rows of more than 9,409 tokens for DeepSeek-V3.2 and 5,881 for GLM-5; else dense.
     auto is dense, too, with optim.muon_qk_clip, with dropout of an adapter on wkv_b, and for widths
     that the kernel does not take."""
     precision: Precision = "bf16"

@@ -57,6 +57,9 @@ DENSE = [w for w in GOOD if "expert" not in w and "moe" not in w] + ["model.pres
 GPT_OSS = ["model.preset=gpt-oss-20b", *GOOD[1:]]
 SPARSE = [w for w in DENSE if "_heads" not in w and "head_dim" not in w and "preset" not in w]
 SPARSE += ["model.preset=glm-5", "model.num_heads=2", "model.num_kv_heads=2"]
+BLOCKS = [w for w in GOOD if "_heads" not in w and "num_layers" not in w and "preset" not in w]
+BLOCKS += ["model.preset=minimax-m3", "model.num_layers=4"]
+BLOCKS += ["model.num_heads=4", "model.num_kv_heads=4"]
 OTHERS = ("model.vocab_size=64",)
 
 
@@ -202,6 +205,12 @@ CASES = {
         {"kernels.attention": "exact", "data.seq_len": 4096},
         None,
         "kernels.attention",
+    ),
+    "sparse form of selected blocks": (
+        BLOCKS,
+        {"kernels.sparse_attention": "sparse"},
+        None,
+        "kernels.sparse_attention",
     ),
     "rows too long": (GOOD, {"data.seq_len": 2**20}, None, "data.seq_len"),
     "fp8 of odd widths": (GOOD, FP8 | {"model.hidden_size": 24}, None, "kernels.precision"),

@@ -515,6 +515,8 @@ def attend_in_blocks(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return FlexAttention's output [B, H, S, v], and the log-sum-exp [B, H, S] if it is needed."""
     is_eager = not torch.compiler.is_compiling()  # a compiled block inlines it
+    width = max(q_BHSd.shape[-1], v_BGSv.shape[-1])
+    options = _BY_BLOCKS | block_sizes(q_BHSd.dtype, width) if q_BHSd.is_cuda else None
     plain: Callable[..., Any] = flex_attention
     run = _compiled_flex() if q_BHSd.is_cuda and is_eager else plain
     found: Any = run(
@@ -524,14 +526,14 @@ def attend_in_blocks(
         block_mask=blocks,
         scale=scale,
         enable_gqa=q_BHSd.shape[1] != k_BGSd.shape[1],
-        kernel_options=block_sizes(q_BHSd.dtype, max(q_BHSd.shape[-1], v_BGSv.shape[-1])),
+        kernel_options=options,
         return_aux=AuxRequest(lse=True) if needs_lse else None,
     )
     return (found[0], found[1].lse) if needs_lse else (found, None)
 
 
-def block_sizes(dtype: torch.dtype, width: int) -> dict[str, int] | None:
-    """Return FlexAttention's block sizes for wide heads; None: those that torch chooses.
+def block_sizes(dtype: torch.dtype, width: int) -> dict[str, Any]:
+    """Return FlexAttention's block sizes for wide heads; empty: torch chooses.
 
     With torch 2.11, torch's own need 257 KiB of shared memory for heads of width 512 in bf16 and
     272 KiB for width 192 in fp32, and a Hopper GPU has 227 KiB.
@@ -540,9 +542,12 @@ def block_sizes(dtype: torch.dtype, width: int) -> dict[str, int] | None:
         return _WIDE_16_BIT
     if dtype.itemsize == 4 and 128 < width < 256:
         return _WIDE_FP32
-    return None
+    return {}
 
 
+_BY_BLOCKS = {"BACKEND": "TRITON"}
+"""For rows of fewer than 128 queries torch would take a kernel for decoding, which has no block
+size if the row's queries of one key/value head are more than 128."""
 # FlexAttention's kernel_options. Forward: M queries and N keys. Backward: gradients of keys (1) and
 # of queries (2).
 _WIDE_16_BIT = {

@@ -156,15 +156,15 @@ def _with_fp32_gates(inputs: _RuleInputs) -> _RuleInputs:
     return inputs._replace(g_THK=inputs.g_THK.float(), beta_TH=inputs.beta_TH.float())
 
 
-# Not measured: these come from the gated delta rule's settings, and from the registers that Triton
-# 3.6 gives to a thread for sm_90. Kernels with loops need two stages or more (see there).
+# The fastest that were tried on one H200, bf16, K = V = 128 (docs/log/attention.md). Kernels with
+# loops need two stages or more (see the gated delta rule).
 _VECTORS = Launch(4, 1, 64)
-_PAIRS = Launch(8, 2, 64)
+_PAIRS = Launch(4, 2, 64)
 _STATES = Launch(4, 3, 32)
 _READ = Launch(4, 1, 128)
 _OWN = Launch(4, 1)
 _STATE_GRADS = Launch(4, 3, 32)
-_INPUTS = Launch(8, 2, 64)
+_INPUTS = Launch(4, 2, 32)
 
 
 def _sizes_of(k_THK: torch.Tensor, v_THV: torch.Tensor) -> dict[str, Any]:

@@ -20,9 +20,10 @@ Training has two forms of the same attention (``kernels.sparse_attention``):
       q_nope . (W_k c_j) = (W_k^T q_nope) . c_j      sum_j p_j (W_v c_j) = W_v (sum_j p_j c_j)
 
 A token and head take ``L (d + v)`` multiply-adds for the products of the dense form, which computes
-all L keys of the row, and ``K (2 c + r)`` for those of the sparse one. auto takes the sparse form
-where it has fewer, above 6,963 keys for DeepSeek-V3.2 and 4,352 for GLM-5. Generation gathers
-expanded keys, or latents (:mod:`moetrain.kernels.attention.latent`).
+all L keys of the row, and ``K (2 c + r)`` for those of the sparse one, whose products run at 0.74
+of the dense form's rate (GLM-5's layer on one H200). auto takes the sparse form where it is faster,
+above 9,409 keys for DeepSeek-V3.2 and 5,881 for GLM-5. Generation gathers expanded keys, or latents
+(:mod:`moetrain.kernels.attention.latent`).
 
 Legend: B batch, S sequence of this device's tokens, L keys, K selected keys, D model width, H
 heads, d width of a query and a key, n of its part that does not rotate, r of the part that does, v
@@ -60,6 +61,9 @@ from moetrain.models.parts.latent_attention import (
 from moetrain.models.rules import Rule
 from moetrain.runtime.backend import use_fast
 
+_SPARSE_RATE = 0.74
+"""The rate of the sparse form's products, over that of the dense form's, forward and backward of
+GLM-5's layer in bf16 on one H200: both forms take as long at about 5,900 tokens."""
 _INDEXER = Rule("replicate", decay=False, has_own_loss=True)
 _NORM = replace(_INDEXER, init="ones")
 _IN_FP32 = replace(_INDEXER, gather=torch.float32)
@@ -135,8 +139,8 @@ class SparseLatentAttention(LatentAttention):
 
     @property
     def crossing(self) -> float:
-        """The keys of a row above which the dense form takes more products than the sparse one."""
-        sparse = 2 * self.kv_lora_rank + self.qk_rope_head_dim
+        """The keys of a row above which the dense form takes longer than the sparse one."""
+        sparse = (2 * self.kv_lora_rank + self.qk_rope_head_dim) / _SPARSE_RATE
         return self.index_topk * sparse / (self.head_dim + self.v_head_dim)
 
     def products_per_token(self, seq_len: int) -> float:

@@ -632,9 +632,9 @@ def test_compiled_blocks_have_the_sparse_form_without_a_break(monkeypatch):
 @pytest.mark.parametrize(
     ("preset", "keys"), [("deepseek-v3.2", 6963), ("glm-5", 4352), ("glm-5.2", 4352)]
 )
-def test_auto_takes_the_form_with_fewer_products(preset, keys):
-    """K (2 c + r) against L (d + v) multiply-adds of a token and head."""
-    assert int(PRESETS[preset].attention(0).crossing) == keys
+def test_auto_takes_the_form_that_is_faster(preset, keys):
+    """K (2 c + r) against L (d + v) multiply-adds of a token and head, the first at 0.74."""
+    assert PRESETS[preset].attention(0).crossing == pytest.approx(keys / 0.74, rel=2e-4)
 
 
 def test_auto_is_dense_on_a_cpu_and_beside_a_chosen_attention(monkeypatch):
@@ -809,17 +809,18 @@ def test_auto_takes_the_sparse_form_on_a_gpu_above_the_crossing(policy, monkeypa
     """In bf16, of two rows; attention's gradients have the same bits in a second run."""
     calls = Calls(monkeypatch)
     arch = architecture_of("glm_moe_dsa", **WIDE, num_layers=2, moe_layers=(False,) * 2)
-    assert arch.attention(0).crossing == 16 * (2 * 64 + 32) / (64 + 64)
+    assert arch.attention(0).crossing == pytest.approx(16 * (2 * 64 + 32) / (64 + 64) / 0.74)
     runs = []
-    for size in (19, 21, 21):
+    for size in (27, 28, 28):
         with torch.device("cuda"):
             model = Transformer(arch).bfloat16()
         model.init_weights(std=0.1, seed=0)
         model.set_recomputation(ActivationSection(policy=policy))
         runs.append(gradients_of(model, tokens(2, size).cuda()))
-        if size == 19:
+        if size == 27:
             assert not calls.shapes
-    assert len(calls.shapes) == 2 * 2 * (2 if policy == "full" else 1)
+    # Recomputation calls the function again, though selective takes the op's saved results.
+    assert len(calls.shapes) == 2 * 2 * (1 if policy == "none" else 2)
     own = {name: x for name, x in runs[1].items() if ".attn." in name}
     assert len(own) == 2 * 7
     for name, x in own.items():
@@ -832,20 +833,31 @@ def test_auto_takes_the_sparse_form_on_a_gpu_above_the_crossing(policy, monkeypa
 @pytest.mark.parametrize("case", NAMES)
 @torch.no_grad()
 def test_generation_on_a_gpu_has_the_log_probabilities_of_training(case, cache):
-    """In bf16, of prompts that are shorter and longer than what is selected."""
+    """In bf16, of prompts that are shorter and longer than what is selected.
+
+    A cache of latents rounds elsewhere than training. Its distance from the model in fp32 is about
+    that of training in bf16.
+    """
     arch = architecture_of(case, **WIDE, max_positions=128)
     with torch.device("cuda"):
         model, trained = (Transformer(arch).bfloat16() for _ in range(2))
+        exact = Transformer(arch)
     model.init_weights(std=0.1, seed=0)
     trained.load_state_dict(model.state_dict())
+    exact.load_state_dict(model.state_dict())
     generator = Generator(model, num_pages=20, max_sequences=4, cache=cache)
     params = SamplingParams(max_tokens=24, temperature=1.0, seed=3)
     prompts = [tuple(tokens(1, n)[0].tolist()) for n in (5, 60)]
     requests = [Request(str(i), prompt, params) for i, prompt in enumerate(prompts)]
     for prompt, (completion,) in zip(prompts, generator.generate(requests), strict=True):
         read = torch.tensor([[*prompt, *completion.tokens[:-1]]], device="cuda")
-        logprobs = trained(read)[0, len(prompt) - 1 :].float().log_softmax(-1)
         chosen = torch.tensor(completion.tokens, device="cuda")[:, None]
-        got, want = torch.tensor(completion.logprobs), logprobs.gather(1, chosen)[:, 0].cpu()
-        # A key more or less is selected where two scores nearly tie.
-        assert (got - want).abs().median() < 0.02
+        want, wide = (
+            reader(read)[0, len(prompt) - 1 :].float().log_softmax(-1).gather(1, chosen)[:, 0].cpu()
+            for reader in (trained, exact)
+        )
+        got = torch.tensor(completion.logprobs)
+        if cache == "latent":
+            assert (got - wide).abs().median() < 1.5 * (want - wide).abs().median() + 0.01
+        else:  # a key more or less is selected where two scores nearly tie
+            assert (got - want).abs().median() < 0.02
