@@ -115,13 +115,13 @@ class KimiDelta(AttentionPart):
         """Return the bytes of the projections, of the convolutions' results, of the rule's result
         before and after its gate, and of what the rule keeps for each chunk.
 
-        The compiler computes the decay again from its projection. Without the compiler the
-        convolutions' results and the gated result are kept, and in fp32 the input of each tap's
-        product, the inputs of silu and of the norms of queries and keys, three tensors of the
-        decay, and three of the output's norm and gate.
+        The compiler keeps the decays in fp32, since the rule's backward takes them. Without the
+        compiler the convolutions' results and the gated result are kept, and in fp32 the input of
+        each tap's product, the inputs of silu and of the norms of queries and keys, three tensors
+        of the decay, and three of the output's norm and gate.
         """
         width, w = self.width, share.width
-        values = w * (5 + 3 + 2) * width
+        values = (w * (5 + 3 + 2) + FP32) * width
         if not share.is_compiled:
             values = w * (3 + 1) * width
             values += FP32 * ((self.linear_conv_kernel_dim + 1) * 3 + 2 + 3 + 3) * width
