@@ -116,10 +116,9 @@ def _coloured(data: Data, row: Row, sides: Sequence[str], has_colours: bool) -> 
     """Return the text of ``row`` with its special tokens, and a bar between documents.
 
     Control characters of the text are shown as escapes. Learned text is green, text to avoid is
-    red, and the rest is dim. Where there are no colours,
-    learned text and text to avoid stand in « ». A document that goes on in the next row ends with
-    that row's first token, which is learned here. In a preference, the name of each answer stands
-    before its document.
+    red, and the rest is dim. Where there are no colours, learned text and text to avoid stand in
+    « ». A document that goes on in the next row ends with that row's first token, which is learned
+    here. In a preference, the name of each answer stands before its document.
     """
     learned_S = np.append(False, row.targets_S[:-1] != IGNORE_INDEX)
     text = Text()

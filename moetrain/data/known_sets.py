@@ -131,7 +131,7 @@ _AS_IT_IS = " (joined to `prompt` without a separator)"
 _FOR_PLAIN_TEXT = (
     f" for plain text{_AS_IT_IS}, or write both as `instruction` and `output` for a chat"
 )
-"""What follows the advice to write a field as ``completion`` beside a ``prompt`` that is a text."""
+"""The end of advice to write a field as ``completion``, if ``prompt`` is a text."""
 _PROGRAMS = {"code", "program", "sql"}
 """Names of an answer that is a program: MBPP's. Beside another answer, it may be what is asked."""
 _NO_SCORES = {

@@ -70,7 +70,7 @@ def test_the_order_of_a_tokens_keys_and_places_without_one_change_little(device)
 @pytest.mark.parametrize("heads", [24, 64, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_real_widths_on_a_gpu(dtype, heads):
-    """Of several blocks of tokens, the values of fp64, and the same bits in three runs."""
+    """Rows of several blocks of tokens have the values of fp64, and the same bits in three runs."""
     case = {"lengths": (90, 610), "H": heads, "K": 300, "c": 512, "r": 64, "sink": True}
     inputs = inputs_of(case, dtype, "cuda")
     errors = relative_errors(SPARSE_ATTENTION, inputs)

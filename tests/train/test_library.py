@@ -366,7 +366,7 @@ def test_a_run_ends_at_its_target_of_the_held_out_loss(tiny, capsys):
     assert (result.step, result.reason) == (1, reason)
     result = Scripted(tiny(*words, "train.target_loss=1.5", "train.steps=5")).fit()
     assert (result.step, result.reason) == (5, "train.steps")
-    # What counts is the last evaluation, 6.0, not the best one, 2.0, which had other weights.
+    # The last evaluation, 6.0, counts. The best one, 2.0, had other weights.
     result = Scripted(tiny(*words, "train.target_loss=2.5")).fit()
     assert (result.step, "step 6 is 1.0000" in result.reason) == (6, True)
 

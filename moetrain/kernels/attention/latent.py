@@ -65,8 +65,8 @@ class _LatentTile(NamedTuple):
 
 
 _HALF = _LatentTile(64, 64, 8, 2)
-"""For bf16. Not measured: it is the largest tile whose queries and two blocks of keys, of 512 + 64
-elements, have room in shared memory, and whose sums have room in registers."""
+"""For bf16. No other has been tried: it is the largest tile whose queries and two blocks of keys,
+of 512 + 64 elements, have room in shared memory, and whose sums have room in registers."""
 _ROOM = 217 << 10
 """Bytes of shared memory that it takes on a multiprocessor, with 1 KiB for the system."""
 _SMALL = _LatentTile(16, 32, 4, 2)

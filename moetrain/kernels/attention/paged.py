@@ -148,16 +148,30 @@ def attend_to_latents(
         size, pages_NM = latents_PZd.shape[1], rows.pages_NM
         if rows.longest is not None:
             pages_NM = pages_NM[:, : -(-rows.longest // size)]
-        given = rows.ends_N, rows.seen_N, pages_NM
-        return latent_attention(q_THd, latents_PZd, *given, width, scale)
+        return latent_attention(
+            q_THd,
+            latents_PZd,
+            ends_N=rows.ends_N,
+            seen_N=rows.seen_N,
+            pages_NM=pages_NM,
+            width=width,
+            scale=scale,
+        )
     # Every token is a sequence of its own, whose pages have one token each.
     assert rows.selected_size == rows.selected_TAK.shape[1] == 1  # no family selects blocks here
     slots_TK = _selected_slots(rows, rows.selected_TAK[:, 0], latents_PZd.shape[1])
     tokens, topk = slots_TK.shape
     ends = torch.arange(tokens + 1, dtype=torch.int32, device=slots_TK.device)
     seen_T = torch.full_like(ends[1:], topk - 1)
-    pages_S1d = latents_PZd.flatten(0, 1)[:, None]
-    return latent_attention(q_THd, pages_S1d, ends, seen_T, slots_TK, width, scale)
+    return latent_attention(
+        q_THd,
+        latents_PZd.flatten(0, 1)[:, None],
+        ends_N=ends,
+        seen_N=seen_T,
+        pages_NM=slots_TK,
+        width=width,
+        scale=scale,
+    )
 
 
 def _selected_slots(rows: PagedRows, selected_TK: torch.Tensor, size: int) -> torch.Tensor:

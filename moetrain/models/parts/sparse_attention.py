@@ -303,6 +303,10 @@ class SparseLatent(MultiHeadLatent, SelectsKeys):
         """Return each head's result, [B, S, H, v], by the sparse form."""
         q_BSHd, latent_BLc, rotated_BLr, _ = projected
         # 1. The weights: the projection of the unit vectors, since it may have adapters or be fp8.
+        adapter = self.wkv_b.adapter("weight", latent_BLc.dtype)
+        # Jobs share no pass of a model with a selection bias, which all families here have. Their
+        # stacked adapters would each take a part of the unit vectors.
+        assert adapter is None or adapter.a.dim() == 2
         like = {"dtype": latent_BLc.dtype, "device": latent_BLc.device}
         kv_cHn = self.wkv_b(torch.eye(self.latent, **like))
         w_cHn, w_cHv = kv_cHn.unflatten(-1, (-1, self.nope + self.v_width)).split(

@@ -17,7 +17,7 @@ import re
 
 _OPEN = r"(?:[*_$(\[\"'`“]|\\[(\[]|\\(?:text|textbf|mathbf|mathrm|boxed)\s*\{){0,8}"
 _SHUT = r"(?:[*_$)\]\"'`”}]|\\[)\]]){0,8}"
-"""What may stand around a letter: marks of Markdown and of LaTeX, quotes and brackets."""
+"""Match the marks of Markdown and LaTeX, the quotes and the brackets before and behind a letter."""
 _LETTER = re.compile(
     rf"(?<![\w\\])(?P<open>{_OPEN})(?P<letter>[A-Z])(?![\w'\u2019])(?P<shut>{_SHUT})"
 )

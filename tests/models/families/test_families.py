@@ -505,7 +505,7 @@ def formulas(case, tmp_path):
     keys = sum(n * (1 - n / (2 * seq_len)) * width for n, width in zip(kept, widths, strict=True))
     scored = [part for part in sparse if part.has_indexer and part.index_topk < seq_len]
     keys += sum(part.index_num_heads * (part.index_head_dim + 1) for part in scored) * seq_len / 2
-    # Of its own block a token sees half on average.
+    # A token sees half of its own block on average.
     in_blocks = [
         (i, part) for i, part in enumerate(mixers) if isinstance(part, BlockSparseAttention)
     ]

@@ -29,8 +29,13 @@ from moetrain.models.transformer import Transformer, compile_blocks, plan_model
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.train.checks import check_model
 from tests.lib.family_cases import architecture_of, random_reference, tokens
+from tests.lib.selected_keys import (
+    assert_gathering_generates_the_same,
+    drawn,
+    pages_of,
+    rows_of,
+)
 from tests.lib.small_models import relative_error
-from tests.models.parts.test_sparse_attention import drawn, pages_of, rows_of
 
 CASE = "minimax_m3_vl_text"
 INDEXER = {"wq.weight", "wk.weight", "q_norm.weight", "k_norm.weight"}
@@ -63,7 +68,7 @@ def by_formula(q_d, k_Ld, first, last, block_size, topk, num_local):
 @pytest.mark.parametrize(("block_size", "topk"), [(1, 3), (2, 2), (3, 3), (4, 2), (9, 2)])
 @pytest.mark.parametrize("heads", [1, 3])
 def test_blocks_with_the_largest_scores_are_selected(heads, block_size, topk, num_local):
-    """Those with equal scores are taken in their order, and a token's own one always."""
+    """Blocks with equal scores are taken in their order. A token's own block always is."""
     size, num_ties = 23, 0
     q_BSGd, k_BLd = whole_numbers(heads, size=size)
     seen_BS2 = rows_of([0, 2], size).expand(2, -1, -1)
@@ -306,31 +311,7 @@ def test_gathered_blocks_give_what_masked_blocks_give(block_size, block, monkeyp
 
 
 def test_generation_by_gathered_keys_chooses_the_same_tokens(monkeypatch):
-    requests = [
-        Request(
-            str(n), tuple(tokens(1, n)[0].tolist()), SamplingParams(max_tokens=9, temperature=0)
-        )
-        for n in (2, 17)
-    ]
-
-    def generated():
-        arch = architecture_of(CASE, index_block_size=3)
-        generator = Generator(drawn(arch), num_pages=30, page_size=4)
-        return [found[0].tokens for found in generator.generate(requests)]
-
-    want, calls = generated(), []
-
-    def gathered(q_THd, cache, rows, window, scale, sinks_H):
-        if rows.selected_TAK is None:
-            return by_lengths(q_THd, cache, rows, window, scale, sinks_H)
-        calls.append(rows)
-        whole = by_lengths(q_THd, cache, rows._replace(selected_TAK=None), window, scale, sinks_H)
-        return paged._with_selected(whole, q_THd, cache, rows, rows.selected_TAK, scale)
-
-    by_lengths = paged._attend_by_lengths
-    monkeypatch.setattr(paged, "_attend_by_lengths", gathered)
-    assert generated() == want
-    assert calls
+    assert_gathering_generates_the_same(architecture_of(CASE, index_block_size=3), monkeypatch)
 
 
 def test_queries_and_keys_of_a_bf16_model_are_rounded_as_those_of_transformers():

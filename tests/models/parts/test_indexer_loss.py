@@ -18,7 +18,7 @@ from moetrain.models.transformer import Inputs, Transformer, plan_model
 from moetrain.train.loop import Trainer
 from tests.lib.family_cases import architecture_of, random_reference, tokens
 from tests.lib.family_ranks import check, drawn
-from tests.models.parts.test_sparse_attention import rows_of
+from tests.lib.selected_keys import rows_of
 
 MODES = ("joint", "warmup")
 

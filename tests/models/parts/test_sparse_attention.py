@@ -40,17 +40,16 @@ from tests.lib.dispatched_ops import Ops
 from tests.lib.family_cases import architecture_of, random_reference, tokens
 from tests.lib.family_ranks import check
 from tests.lib.family_ranks import drawn as drawn_on_mesh
+from tests.lib.selected_keys import (
+    assert_gathering_generates_the_same,
+    drawn,
+    pages_of,
+    rows_of,
+)
 from tests.lib.small_models import gradients_as_checkpoint, relative_error
 
 NAMES = ("deepseek_v32", "glm_moe_dsa")
 INDEXER = {"wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight"}
-
-
-def drawn(arch, seed=0, std=0.3):
-    """Return a model of ``arch`` with random weights."""
-    model = Transformer(arch)
-    model.init_weights(std=std, seed=seed)
-    return model
 
 
 def ties(batch=2, queries=9, keys=9, heads=1):
@@ -62,12 +61,6 @@ def ties(batch=2, queries=9, keys=9, heads=1):
 
     q_BShd, k_BLd = whole(batch, queries, heads, 4), whole(batch, keys, 4)
     return Indexed(q_BShd=q_BShd, k_BLd=k_BLd, w_BSh=whole(batch, queries, heads))
-
-
-def rows_of(starts, size):
-    """Return ``Context.seen_BS2`` of one row whose documents begin at ``starts``."""
-    first = [max(s for s in starts if s <= i) for i in range(size)]
-    return torch.tensor([[*zip(first, range(size), strict=True)]])
 
 
 @pytest.mark.parametrize("topk", [1, 3, 8])
@@ -401,12 +394,6 @@ def test_relative_error_of_packed_documents_is_small(tmp_path):
     assert relative_error(ours(tokens_BS, positions_BS), want) < 1e-5
 
 
-def pages_of(seed=0, pages=9, size=4, heads=3):
-    """Return pages of keys and values."""
-    draw = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(pages, size, heads, width, generator=draw) for width in (6, 5))
-
-
 @pytest.mark.parametrize("block", [2**28, 1])
 def test_gathered_keys_give_what_masked_keys_give(block, monkeypatch):
     """Sequences read 1, 1 and 3 tokens; the first step of a fourth reads two. A GPU gathers."""
@@ -443,30 +430,7 @@ def test_gathered_keys_give_what_masked_keys_give(block, monkeypatch):
 
 @pytest.mark.parametrize("case", NAMES)
 def test_generation_by_gathered_keys_chooses_the_same_tokens(case, monkeypatch):
-    requests = [
-        Request(
-            str(n), tuple(tokens(1, n)[0].tolist()), SamplingParams(max_tokens=9, temperature=0)
-        )
-        for n in (2, 17)
-    ]
-
-    def generated():
-        generator = Generator(drawn(architecture_of(case)), num_pages=30, page_size=4)
-        return [found[0].tokens for found in generator.generate(requests)]
-
-    want, calls = generated(), []
-
-    def gathered(q_THd, cache, rows, window, scale, sinks_H):
-        if rows.selected_TAK is None:
-            return by_lengths(q_THd, cache, rows, window, scale, sinks_H)
-        calls.append(rows)
-        whole = by_lengths(q_THd, cache, rows._replace(selected_TAK=None), window, scale, sinks_H)
-        return paged._with_selected(whole, q_THd, cache, rows, rows.selected_TAK, scale)
-
-    by_lengths = paged._attend_by_lengths
-    monkeypatch.setattr(paged, "_attend_by_lengths", gathered)
-    assert generated() == want
-    assert calls
+    assert_gathering_generates_the_same(architecture_of(case), monkeypatch)
 
 
 # ---- the sparse form: attention within the latents ----------------------------------------------

@@ -57,7 +57,7 @@ def test_letter_alone_is_of_a_whole_text(text):
         ("The answer is A. No wait, it is B.", "B"),
         ("The answer is A. No, B.", "B"),
         ("The answer is not A but B.", "B"),
-        # What a text says of other letters.
+        # Letters that a text rejects do not count.
         ("The answer is (B), not (A).", "B"),
         ("The answer is (B). Option (A) is wrong because it doubles.", "B"),
         ("Option A is wrong and option B is too large. The answer is D, as it fits.", "D"),
