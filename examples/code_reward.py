@@ -3,7 +3,10 @@
     python -m moetrain.rl --rl.env jsonl --rl.prompts prompts.jsonl \
         --rl.reward code_reward.py:score_code ...
 
-A line's ``answer`` is its tests, such as ``assert add(3, 4) == 7``: a text, or a list of texts.
+A line's ``answer`` is its tests, such as ``assert add(3, 4) == 7``: a text, a list of texts, or the
+text of such a list's JSON. Tests may also be a function ``check(candidate)`` beside the line's
+``entry_point`` (HumanEval), functions ``test_...`` without arguments (pytest), or subclasses of
+``unittest.TestCase``; these are called. ``from solution import add`` (KodCode) finds the program.
 
 The available guarantees depend on the machine. ``python code_reward.py`` prints those of this one:
 
@@ -31,6 +34,7 @@ enforces the limits, read the trainer's memory, and leave processes. Train in a 
 program can always find out how its process reports success, and report it without passing.
 """
 
+import ast
 import ctypes
 import json
 import logging
@@ -69,23 +73,105 @@ def score_code(line: dict[str, Any], answer: str) -> float:
 
     Raises:
         RuntimeError: programs cannot be run here, not even one that does nothing.
-        ValueError: the tests assert nothing, so that every program would pass them.
+        ValueError: the tests cannot be run, or a program that is empty passes them.
     """
-    tests = line["answer"]
-    tests = "\n".join(map(str, tests)) if isinstance(tests, list) else tests
-    if not isinstance(tests, str) or "assert" not in tests:
+    tests = _runnable(line)
+    if _is_passed_by_nothing(tests):
         raise ValueError(
-            f"answer has no assert, so that every program would pass: {str(tests)[:80]!r}; write "
-            "tests such as assert add(3, 4) == 7 (from inputs and outputs: a call and its result)"
+            f"answer has tests that an empty program passes: {tests[:80]!r}; write tests such as "
+            "assert add(3, 4) == 7 (from inputs and outputs: a call and its result)"
         )
-    uses, _ = _usable(_USES)
     found = re.findall(r"```([^\n`]*)\n(.*?)```", answer, re.DOTALL)
     blocks = [code for kind, code in found if kind.strip().lower() in _PYTHON]
+    return float(_passes(blocks[-1] if blocks else answer, tests))
+
+
+def _passes(program: str, tests: str) -> bool:
+    """Return True if the program and then the tests run to the end."""
+    uses, _ = _usable(_USES)
     # A program that exits before its tests can print this only on purpose.
     ran = secrets.token_hex(8)
-    parts = (blocks[-1] if blocks else answer, tests, f"print('{ran}', flush=True)")
-    code, written, _ = _run("\n\n".join(parts), uses)
-    return float(code == 0 and ran.encode() in written)
+    code, written, _ = _run(f"{program}\n\n{tests}\n\nprint('{ran}', flush=True)", uses)
+    return code == 0 and ran.encode() in written
+
+
+@lru_cache(maxsize=1 << 14)
+def _is_passed_by_nothing(tests: str) -> bool:
+    """Return True if a program that defines nothing passes the tests."""
+    return _passes("pass", tests)
+
+
+def _runnable(line: dict[str, Any]) -> str:
+    """Return the tests in the line's ``answer`` as a program that calls all of them.
+
+    Raises ValueError: there are none, or their form is not one that the module's docstring names.
+    """
+    given = line.get("answer")
+    if isinstance(given, str) and given.lstrip().startswith("["):
+        with suppress(ValueError):
+            given = json.loads(given)
+    text = "\n".join(map(str, given)) if isinstance(given, list) else given
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(f"answer is {_shown(given)}; write the tests there, as Python")
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        problem = f"answer has tests that are no Python: {' '.join(str(error).split())}"
+        raise ValueError(f"{problem}; write tests such as assert add(3, 4) == 7") from None
+    body = [node for node in tree.body if not _is_start_of_tests(node)]
+    calls = [node for node in body if not isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    called = {node.id for call in calls for node in ast.walk(call) if isinstance(node, ast.Name)}
+    lines, cases = [ast.unparse(node) for node in body], []
+    if _imports_solution(tree):
+        lines.insert(0, "import sys\nsys.modules['solution'] = sys.modules['__main__']")
+    for node in body:
+        if isinstance(node, ast.ClassDef) and any("TestCase" in ast.unparse(b) for b in node.bases):
+            cases.append(node.name)
+        elif isinstance(node, ast.ClassDef) and node.name.startswith("Test"):
+            raise ValueError(
+                f"answer has the class {node.name} for pytest; write its asserts alone"
+            )
+        if not isinstance(node, ast.FunctionDef) or node.name in called:
+            continue
+        if node.name == "check":
+            if not line.get("entry_point"):
+                remedy = "give the name of the function that it checks as `entry_point`"
+                raise ValueError(f"answer has a function check that nothing calls; {remedy}")
+            lines.append(f"check({line['entry_point']})")
+        elif node.name.startswith("test"):
+            arguments = node.args.posonlyargs + node.args.args
+            if len(arguments) > len(node.args.defaults) or node.decorator_list:
+                problem = f"answer has {node.name}, whose arguments or marks need pytest"
+                raise ValueError(f"{problem}; write its asserts with values")
+            lines.append(f"{node.name}()")
+    for name in cases:
+        lines.append(
+            "import unittest\n"
+            f"_loaded = unittest.defaultTestLoader.loadTestsFromTestCase({name})\n"
+            "assert unittest.TextTestRunner(verbosity=0).run(_loaded).wasSuccessful()"
+        )
+    return "\n".join(lines)
+
+
+def _shown(value: object) -> str:
+    """Return the beginning of a value for an error."""
+    return "not there" if value is None else f"{str(value)[:80]!r}"
+
+
+def _is_start_of_tests(node: ast.stmt) -> bool:
+    """Return True for ``unittest.main()`` or ``pytest.main()``, also under ``__main__``."""
+    if not isinstance(node, ast.Expr | ast.If):
+        return False
+    calls = [inner for inner in ast.walk(node) if isinstance(inner, ast.Call)]
+    return any(ast.unparse(call.func) in ("unittest.main", "pytest.main") for call in calls)
+
+
+def _imports_solution(tree: ast.Module) -> bool:
+    return any(
+        (isinstance(node, ast.ImportFrom) and node.module == "solution")
+        or (isinstance(node, ast.Import) and any(name.name == "solution" for name in node.names))
+        for node in ast.walk(tree)
+    )
 
 
 def contained() -> frozenset[str]:

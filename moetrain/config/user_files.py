@@ -21,7 +21,7 @@ def run_file(path: Path, field: str, name: str) -> ModuleType:
     if path.suffix != ".py":
         raise ConfigError(field, f"{str(path)!r} is not a Python file; its name must end in .py")
     module = ModuleType(f"moetrain_user_{path.stem.replace('.', '_')}")
-    module.__file__ = str(path)
+    module.__file__ = str(path.resolve())  # it may start a process of its own elsewhere
     sys.modules[module.__name__] = module  # dataclasses and pickle look it up
     try:
         # Python's own loader takes the byte code of a file that was edited within the same second.

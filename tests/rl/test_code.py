@@ -18,22 +18,58 @@ TESTS = {"answer": "assert add(3, 4) == 7"}
 GOOD = "def add(a, b):\n    return a + b\n"
 
 
+CHECK = "def check(candidate):\n    assert candidate(1, 2) == 3\n"
+PYTEST = "def test_add():\n    assert add(1, 2) == 3\n"
+UNITTEST = (
+    "import unittest\nclass Sums(unittest.TestCase):\n    def test_add(self):\n"
+    "        self.assertEqual(add(1, 2), 3)\n"
+)
+
+
 @pytest.mark.parametrize(
-    "answer",
+    ("line", "problem"),
     [
-        '{"inputs": ["3\\n"], "outputs": ["6\\n"]}',
-        {"inputs": ["3\n"], "outputs": ["6\n"]},
-        "",
-        None,
-        [],
+        ({"answer": '{"inputs": ["3\\n"], "outputs": ["6\\n"]}'}, "an empty program passes"),
+        ({"answer": "def assert_add():\n    assert add(1, 2) == 3"}, "an empty program passes"),
+        ({"answer": {"inputs": ["3\n"], "outputs": ["6\n"]}}, "is .*'inputs'.*; write the tests"),
+        ({"answer": ""}, "is ''; write the tests"),
+        ({"answer": []}, r"is '\[\]'; write the tests"),
+        ({"answer": None}, "not there; write the tests"),
+        ({}, "not there; write the tests"),
+        ({"answer": "assert add(1"}, "no Python"),
+        ({"answer": "assert 1\0"}, "no Python"),
+        ({"answer": CHECK}, "`entry_point`"),
+        ({"answer": "def test_add(tmp_path):\n    assert add(1, 2) == 3"}, "test_add.*need pytest"),
+        ({"answer": f"@pytest.mark.slow\n{PYTEST}"}, "test_add.*need pytest"),
+        ({"answer": "class TestAdd:\n    def test(self):\n        assert add"}, "class TestAdd"),
     ],
 )
-def test_tests_that_assert_nothing_are_an_error(answer):
+def test_tests_that_cannot_tell_a_right_program_are_an_error(line, problem):
     """APPS' and Eurus' inputs and outputs are valid Python, which every program passes."""
-    with pytest.raises(
-        ValueError, match=r"^answer has no assert, so that every program would pass"
-    ):
-        score_code({"answer": answer}, GOOD)
+    with pytest.raises(ValueError, match=rf"^answer .*{problem}"):
+        score_code(line, GOOD)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"answer": CHECK, "entry_point": "add"},
+        {"answer": f"{CHECK}\ncheck(add)"},
+        {"answer": PYTEST},
+        {"answer": f"from solution import add\n\n{PYTEST}"},
+        {"answer": f"import solution\n\n{PYTEST.replace('add(1', 'solution.add(1')}"},
+        {"answer": f"{PYTEST}\nif __name__ == '__main__':\n    import pytest\n    pytest.main()"},
+        {"answer": UNITTEST},
+        {"answer": f"{UNITTEST}\nif __name__ == '__main__':\n    unittest.main()"},
+        {"answer": '["assert add(1, 2) == 3", "assert add(2, 2) == 4"]'},
+        {"answer": "import sys\nif add(1, 2) != 3:\n    sys.exit(1)"},
+    ],
+)
+def test_forms_of_public_sets_are_called(line):
+    """The forms of HumanEval, KodCode, the standard library, and MBPP as verl writes it."""
+    assert score_code(line, GOOD) == 1
+    assert score_code(line, GOOD.replace("+", "-")) == 0
+    assert score_code(line, "") == 0
 
 
 def test_a_list_of_tests_is_run_whole():
@@ -91,8 +127,8 @@ kept = os.open(settings["secret"], os.O_RDONLY)
 os.set_inheritable(kept, True)
 held = sorted(code_reward.contained())
 print(json.dumps(held), flush=True)
-text = settings["program"].replace("TRAINER", str(os.getpid()))
-reward = code_reward.score_code({"answer": "assert True"}, text)
+text = "began = 1\\n" + settings["program"].replace("TRAINER", str(os.getpid()))
+reward = code_reward.score_code({"answer": "assert began"}, text)
 tasks = os.listdir("/proc/self/task")
 children = [open(f"/proc/self/task/{task}/children").read() for task in tasks]
 print(json.dumps([reward, "".join(children).split()]))
