@@ -1,7 +1,7 @@
 """Calls of an environment's methods, plain or ``async``, each with a time limit.
 
 Calls are made in daemon threads. One thread makes all of them as long as they are quick; if calls
-are slow, threads are added until each has its own. :meth:`Calls.finished` waits for the answers of
+are slow, threads are added until each has its own, or the system allows no more. :meth:`Calls.finished` waits for the answers of
 plain methods, so that a rerun with a quick environment is the same run. The awaitables of ``async``
 methods all run on one event loop, while text is generated. A thread that hangs is abandoned.
 
@@ -68,9 +68,16 @@ class Calls:
         """
         done: list[tuple[Any, Any]] = []
         # 1. Plain calls; slow ones get threads of their own.
+        is_stuck = False
         for key, (answer, begun) in self._plain.items():
             while not (self._queue.empty() or answer.done() or wait([answer], _QUICK).done):
-                self._add_threads(min(self._num_threads, self._queue.qsize()))
+                if not self._add_threads(min(self._num_threads, self._queue.qsize())):
+                    break
+            # A call is in the queue for longer only if every thread hangs, and no other starts.
+            if not wait([begun], 0 if is_stuck else self.limit).done:
+                is_stuck = True
+                done.append((key, Failed("timeout", "no thread was free within rl.step_timeout")))
+                continue
             deadline = begun.result() + self.limit  # time in the queue does not count
             result = _result(answer, deadline - time.monotonic())
             if isinstance(result, Future):
@@ -95,10 +102,17 @@ class Calls:
             found |= dict(self.finished(PATIENCE))
         return found
 
-    def _add_threads(self, number: int) -> None:
+    def _add_threads(self, number: int) -> bool:
+        """Start ``number`` threads, or as many as the system allows; False: it allows no more."""
         for _ in range(number):
-            threading.Thread(target=self._work, daemon=True).start()
-        self._num_threads += number
+            try:
+                threading.Thread(target=self._work, daemon=True).start()
+            except RuntimeError:
+                if not self._num_threads:
+                    raise
+                return False
+            self._num_threads += 1
+        return True
 
     def _work(self) -> None:
         while True:

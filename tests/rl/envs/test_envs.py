@@ -742,6 +742,29 @@ def test_slow_calls_are_made_together():
     assert time.monotonic() - started < 10  # one after the other they take a minute
 
 
+def test_calls_share_the_threads_that_the_system_allows(monkeypatch):
+    start, started = threading.Thread.start, []
+
+    def start_four(thread):
+        if len(started) == 4:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_four)
+    calls = Calls(limit=0.3)
+    for i in range(20):
+        calls.start(i, time.sleep, 0.05)  # seven rounds of three threads, longer than the limit
+    assert calls.finished() == [(i, None) for i in range(20)]
+    for i in range(20):
+        calls.start(i, time.sleep, 3600)
+    begin = time.monotonic()
+    found = dict(calls.finished())
+    assert time.monotonic() - begin < 5
+    assert {result.reason for result in found.values()} == {"timeout"}
+    assert [len([r for r in found.values() if "thread" in r.detail]), len(found)] == [17, 20]
+
+
 # ---- which prompts when ------------------------------------------------------------------------
 
 
@@ -784,6 +807,17 @@ def test_quick_calls_share_a_thread():
         assert calls.finished() == [(i, i * i) for i in range(500)]
     # The loop's threads, and some for times without a free core.
     assert threading.active_count() - before < 50
+
+
+def test_a_file_named_relatively_knows_its_whole_path(tmp_path, monkeypatch):
+    """A reward that starts its own file in another folder, as examples/code_reward.py does."""
+    (tmp_path / "rewards.py").write_text("def here(line, text):\n    return len(__file__)\n")
+    (tmp_path / "lines.jsonl").write_text(json.dumps({"prompt": "a", "answer": "b"}))
+    monkeypatch.chdir(tmp_path)
+    environment = opened("jsonl", prompts="lines.jsonl", reward="rewards.py:here")
+    episode = environment.episode(0)
+    episode.reset()
+    assert episode.step(ids("yes")).reward == len(str(tmp_path / "rewards.py"))
 
 
 def test_rewards_see_special_tokens_where_they_are_asked_for(tmp_path):
