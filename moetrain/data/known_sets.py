@@ -2,10 +2,10 @@
 
 A record is read if its fields tell what is asked and what is answered. The sets with such records
 are Glaive's and xLAM's function calling, runs of SWE-agent, the conversations of Capybara, XTuner
-and Firefly, the answers of Llama-Nemotron, Dolphin-R1 and WildJailbreak, Magicoder's problems, and
-pairs of SHP and of Stack Exchange. Other sets leave a choice to the user, such as which of two
-judgements counts (PKU-SafeRLHF) or how good an answer must be (HelpSteer). Their records are
-refused, and the error says what to write instead (:func:`remedy_for`).
+and Firefly, the answers of Llama-Nemotron, Dolphin-R1 and WildJailbreak, Magicoder's problems,
+MedMCQA's options, and pairs of SHP and of Stack Exchange. Other sets leave a choice to the user,
+such as which of two judgements counts (PKU-SafeRLHF) or how good an answer must be (HelpSteer).
+Their records are refused, and the error says what to write instead (:func:`remedy_for`).
 
 Left out on purpose: records that differ from the published records of their set.
 """
@@ -39,6 +39,7 @@ from moetrain.data.messages import (
     role_of,
     shows_pythons_turns,
     turns_in,
+    value_in,
     words_of,
 )
 from moetrain.data.tools import are_tools
@@ -175,6 +176,13 @@ _ANSWERING = {
 }
 """Words in the names of fields that hold what is asked, and of fields that hold an answer."""
 
+_MEDMCQA = {"A": "opa", "B": "opb", "C": "opc", "D": "opd"}
+"""The letters of MedMCQA's options, and their fields. Its ``cop`` is an index from 0 into them."""
+_BESIDE_MEDMCQA = {
+    *("instruction", "output", "prompt", "completion", "chosen", "rejected", *RESPONSES),
+}
+"""Fields of another form. Beside them ``cop`` is not the only answer."""
+
 
 def read_known_set(found: dict[str, Any]) -> None:
     """Convert a record of a known set, in place, into one of the general forms.
@@ -208,6 +216,9 @@ def read_known_set(found: dict[str, Any]) -> None:
         asked = [found.pop(key, None) for key in ("adversarial", "vanilla")]  # WildJailbreak
         found["instruction"] = next(filter(None, asked), "")
         found["output"] = found.pop("completion")
+    is_medmcqas = {"question", "cop", *_MEDMCQA.values()} <= found.keys()
+    if is_medmcqas and _BESIDE_MEDMCQA.isdisjoint(found):
+        _read_medmcqa(found)
     _read_asked_turns(found)
 
 
@@ -482,6 +493,35 @@ def _read_shp(found: dict[str, Any]) -> None:
         raise BadLineError(f"{said}, 0 that `human_ref_B` is; give one of these")
     found["question"] = found.pop("history")
     found["chosen"], found["rejected"] = answers if label else reversed(answers)
+
+
+def _read_medmcqa(found: dict[str, Any]) -> None:
+    """Read a question of MedMCQA, its options, and the number ``cop`` of the right one.
+
+    The answer is the explanation ``exp``, if there is one, and the letter and text of that option.
+    CSV has the number as a text.
+
+    Raises BadLineError: ``cop`` names no option, as in the test part, or another field is no text.
+    """
+    for key in ("question", *_MEDMCQA.values(), "exp"):
+        if not isinstance(found.get(key, ""), str):
+            raise BadLineError(f"`{key}` is not text: {shortened(found[key])}; write a text there")
+    cop = value_in(found["cop"])
+    if isinstance(cop, bool) or cop not in range(len(_MEDMCQA)):
+        is_test = cop == -1
+        why = "; -1 says that it is not known, as in MedMCQA's test part" if is_test else ""
+        raise BadLineError(
+            f"`cop` is {shortened(found['cop'])}, and 0 to 3 name the right one of `opa` to "
+            f"`opd`{why}; leave such records out (data.bad_records skip)",
+            kind="`cop` is -1" if is_test else "`cop` is no option",
+        )
+    del found["cop"]
+    options = {letter: found.pop(key) for letter, key in _MEDMCQA.items()}
+    listed = [f"{letter}. {option}" for letter, option in options.items()]
+    explained = found.pop("exp", "")
+    found["instruction"] = "\n".join([found.pop("question"), "", *listed])
+    answer = f"Answer: {listed[int(cop)]}"
+    found["output"] = f"{explained}\n\n{answer}" if explained.strip() else answer
 
 
 # ---- advice for other records -------------------------------------------------------------------

@@ -68,6 +68,12 @@ GLAIVE = [
     {"role": "assistant", "content": "No.\n\nIt is dry."},
 ]
 GLAIVE_CALL = """<functioncall> {"name": "rain", "arguments": '{"where": "Köln"}'}"""
+MEDMCQA = {
+    **{"question": "q", "opa": "one", "opb": "two", "opc": "three", "opd": "4", "cop": 1},
+    **{"choice_type": "single", "exp": "Because\nof r.", "id": "a-1"},
+    **{"subject_name": "Anatomy", "topic_name": None},
+}
+ASKED = {"role": "user", "content": "q\n\nA. one\nB. two\nC. three\nD. 4"}
 
 
 @pytest.mark.parametrize(
@@ -190,6 +196,16 @@ GLAIVE_CALL = """<functioncall> {"name": "rain", "arguments": '{"where": "Köln"
             [USER, ANSWER],
             None,
         ),
+        (MEDMCQA, [ASKED, {**ANSWER, "content": "Because\nof r.\n\nAnswer: B. two"}], None),
+        *(
+            (MEDMCQA | {"exp": exp, "cop": cop}, [ASKED, {**ANSWER, "content": said}], None)
+            for exp, cop, said in [
+                (None, 0, "Answer: A. one"),
+                (" ", 3, "Answer: D. 4"),
+                ("", "2", "Answer: C. three"),  # as in CSV
+                ("e", 1.0, "e\n\nAnswer: B. two"),
+            ]
+        ),
     ],
     ids=[
         "Glaive",
@@ -206,6 +222,11 @@ GLAIVE_CALL = """<functioncall> {"name": "rain", "arguments": '{"where": "Köln"
         "OpenCodeReasoning",
         "Dolphin-R1",
         "Magicoder",
+        "MedMCQA",
+        "MedMCQA, no explanation",
+        "MedMCQA, a blank explanation",
+        "MedMCQA, texts",
+        "MedMCQA, a float",
     ],
 )
 def test_records_of_known_sets_are_recognised(record: dict, messages: list, tools: list | None):
@@ -292,6 +313,35 @@ def test_two_answers_in_a_row_stay_two_turns():
     turns = [USER, ANSWER, {**ANSWER, "content": "b"}]
     (document,) = documents({"messages": turns})
     assert document.text == theirs(turns)
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"cop": -1}, r"`cop` is -1, and 0 to 3 .*; -1 says that it is not known.*; leave such"),
+        ({"cop": "-1", "exp": None}, r"`cop` is '-1', .*test part; leave such records out"),
+        *(({"cop": x}, rf"`cop` is {x!r}, and 0 to 3 name .* `opd`; leave") for x in (4, 1.5, "b")),
+        *(({"cop": x}, "`cop` is .* name the right") for x in (True, [1], 10**30, float("nan"))),
+        ({"opc": 7}, "`opc` is not text: 7; write a text there"),
+        ({"exp": ["e"]}, "`exp` is not text"),
+        ({"cop": None}, "`question` has no answer of a known name beside it"),
+        ({"answer": "a"}, "may be a part of the question"),
+    ],
+    ids=str,
+)
+def test_a_question_of_medmcqa_without_its_right_option_is_refused(changed: dict, says: str):
+    with pytest.raises(BadLineError, match=says):
+        documents(MEDMCQA | changed)
+
+
+def test_a_pair_with_the_fields_of_medmcqa_stays_a_pair():
+    found = documents({**MEDMCQA, "chosen": "a", "rejected": "b"}, pairs=True)
+    assert found == documents({"question": "q", "chosen": "a", "rejected": "b"}, pairs=True)
+
+
+def test_no_field_of_medmcqa_is_called_unread():
+    reader = RecordReader(ChatTemplate(CHATML, {}))
+    assert reader.unread(MEDMCQA, reader.documents(MEDMCQA)) == []
 
 
 @pytest.mark.parametrize("labels", [1, 0])
