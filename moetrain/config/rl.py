@@ -114,6 +114,12 @@ class RlSection(Section):
     """Treatment of trajectories that rl.max_tokens cut off. keep: they are treated like others;
     mask: they count for advantages but are not trained; drop: they do neither. Failed trajectories
     are always dropped."""
+    overlong_buffer: NonNegativeInt = 0
+    """Length of the zone below rl.max_tokens in which long trajectories are punished (DAPO's soft
+    overlong punishment, arXiv 2503.14476). For each token that the policy writes beyond
+    rl.max_tokens - N, 1 / N is subtracted from the trajectory's reward before advantages are
+    computed: 1 at rl.max_tokens. Logged rewards of training contain this, evaluations do not. At
+    most rl.max_tokens; 0: no punishment."""
     temperature: float = Field(default=1.0, gt=0)
     """Temperature of sampling, and of the probabilities that are trained."""
     max_tokens: PositiveInt = 64

@@ -1,9 +1,10 @@
 """Calls of an environment's methods, plain or ``async``, each with a time limit.
 
 Calls are made in daemon threads. One thread makes all of them as long as they are quick; if calls
-are slow, threads are added until each has its own, or the system allows no more. :meth:`Calls.finished` waits for the answers of
-plain methods, so that a rerun with a quick environment is the same run. The awaitables of ``async``
-methods all run on one event loop, while text is generated. A thread that hangs is abandoned.
+are slow, threads are added until each has its own, or the system allows no more.
+:meth:`Calls.finished` waits for the answers of plain methods, so that a rerun with a quick
+environment is the same run. The awaitables of ``async`` methods all run on one event loop, while
+text is generated. A thread that hangs is abandoned.
 
 Left out on purpose: isolation of code that blocks the event loop or ends the interpreter.
 """

@@ -31,7 +31,7 @@ from moetrain.parallel.mesh import TensorSlice
 from moetrain.rl.apart import Fleet, generate_if_apart
 from moetrain.rl.collect import Collector
 from moetrain.rl.learn import Learned, Learner
-from moetrain.rl.losses import advantages
+from moetrain.rl.losses import advantages, length_reward
 from moetrain.rl.setup import Setup
 from moetrain.rl.trajectories import Trajectory
 from moetrain.train.callbacks import Callback, Result
@@ -322,7 +322,10 @@ class RlTrainer(Run):
         # 1. Trajectories, until enough groups teach something.
         again = rl.resample
         while True:
-            found += self.next_groups(self.setup.num_groups - len(useful))
+            due = self.next_groups(self.setup.num_groups - len(useful))
+            for t in due:
+                t.reward += length_reward(t.num_written, rl)
+            found += due
             worth = advantages(found, rl, self._kls(found))
             pairs = zip(found, worth.values, strict=True)
             trained = [(t, value) for t, value in pairs if value is not None]

@@ -1,7 +1,8 @@
 """Advantages and losses of reinforcement learning, as the settings of ``rl`` choose them.
 
 A trajectory that failed is left out before anything is averaged, so it does not affect the others.
-With ``rl.overlong drop`` the same holds for a trajectory that was cut off. Rewards become
+With ``rl.overlong drop`` the same holds for a trajectory that was cut off. With
+``rl.overlong_buffer`` rewards are lowered for length (:func:`length_reward`). Rewards become
 advantages within groups (:mod:`moetrain.losses.advantages`). A group without information,
 such as one with equal rewards, is not trained unless there is a teacher, and no denominator counts
 it. Means over the batch are means over the trained trajectories.
@@ -56,6 +57,20 @@ from moetrain.train.objectives import Outputs, Sizes, Term, token_losses
 from moetrain.train.samples import RolloutBatch
 
 # ---- advantages ---------------------------------------------------------------------------------
+
+
+def length_reward(num_written: int, settings: RlSection) -> float:
+    """Return what a trajectory of ``num_written`` tokens of the policy has added to its reward.
+
+    This is the soft overlong punishment of DAPO (arXiv 2503.14476, equation 13), with
+    N = ``rl.overlong_buffer``: 0 up to ``rl.max_tokens`` - N tokens, and from there down to -1 at
+    ``rl.max_tokens``. A resumed run may have lowered ``rl.max_tokens``; longer trajectories have
+    -1 too.
+    """
+    if not settings.overlong_buffer:
+        return 0.0
+    free = settings.max_tokens - settings.overlong_buffer
+    return min(0.0, max(-1.0, (free - num_written) / settings.overlong_buffer))
 
 
 class _Advantages(NamedTuple):

@@ -68,6 +68,9 @@ class Setup:
         self.total_steps, self.num_groups = _steps_and_groups(config)
         self.window = PromptWindow(rl.max_staleness * self.num_groups)
         self.num_pages = Pages.number_for(config)
+        if rl.overlong_buffer > rl.max_tokens:
+            problem = f"{rl.overlong_buffer} is more than rl.max_tokens {rl.max_tokens}"
+            raise ConfigError("rl.overlong_buffer", f"{problem}; lower it, or raise rl.max_tokens")
         data = config.data
         self.tokenizer = tokenizer = load_tokenizer(
             data.tokenizer, arch.vocab_size, data.new_tokens

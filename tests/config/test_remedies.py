@@ -780,6 +780,12 @@ ROWS = {
         "train.target_loss: 1.5, but evaluations measure rewards, not a loss; unset it",
         [{"train.target_loss": UNSET}],
     ),
+    "a punishment of more tokens": Row(
+        {},
+        {"rl.env": "sort", "rl.overlong_buffer": 65},
+        "rl.overlong_buffer: 65 is more than rl.max_tokens 64; lower it, or raise rl.max_tokens",
+        [{"rl.overlong_buffer": 64}, {"rl.max_tokens": 65}],
+    ),
     "demonstrations of nobody": Row(
         {"e.py": ENVIRONMENT + "    num_tasks = 1\n"},
         {"rl.env": "e.py:Own", "rl.supervised_steps": 3},

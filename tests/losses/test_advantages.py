@@ -8,7 +8,7 @@ import pytest
 
 from moetrain.config import Config, ConfigError
 from moetrain.config.rl import RlSection
-from moetrain.rl.losses import advantages
+from moetrain.rl.losses import advantages, length_reward
 from moetrain.rl.trajectories import Trajectory
 
 REWARDS = [[0.5, 1.5, -0.25], [2.0, 7.0], [1.0, 0.0, 0.0, 0.25]]
@@ -85,6 +85,15 @@ def test_an_overlong_trajectory_counts_is_masked_or_is_gone():
     assert dropped.values == [0.5, -0.5, None]
     assert not kept.left_out
     assert masked.left_out == dropped.left_out == {"overlong": 1}
+
+
+def test_length_is_punished_softly():
+    settings = RlSection(max_tokens=10, overlong_buffer=4)
+    found = [length_reward(written, settings) for written in (0, 5, 6, 7, 8, 9, 10, 11)]
+    assert found == [0, 0, 0, -0.25, -0.5, -0.75, -1, -1]
+    whole = RlSection(max_tokens=7, overlong_buffer=7)
+    assert [length_reward(written, whole) for written in (0, 1, 7)] == [0, -1 / 7, -1]
+    assert length_reward(10, RlSection(max_tokens=10)) == 0
 
 
 @pytest.mark.parametrize("name", ["dr_grpo", "grpo", "rloo", "reinforce_pp_baseline"])

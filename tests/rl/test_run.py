@@ -16,7 +16,7 @@ from moetrain.config.rl import RlSection
 from moetrain.data.packing import IGNORE_INDEX
 from moetrain.rl.learn import LoadedTeacher
 from moetrain.rl.loop import PARTS, RlTrainer
-from moetrain.rl.losses import PolicyObjective
+from moetrain.rl.losses import PolicyObjective, advantages
 from moetrain.train.loop import Trainer
 from moetrain.train.metrics import read_metrics
 from moetrain.train.preferences import score
@@ -165,6 +165,31 @@ def test_groups_that_teach_nothing_are_replaced(tmp_path):
     assert all(r[name] == 0 for r in rows for name in ("loss", "grad_norm"))
     # Without a signal the weights do not change.
     assert all(torch.equal(before[name], weight) for name, weight in after.items())
+
+
+def test_long_trajectories_are_punished_once_and_not_in_evaluations(tmp_path, monkeypatch):
+    seen = []
+
+    def watched(trajectories, *rest):
+        seen.append([(t.reward, t.num_written) for t in trajectories])
+        return advantages(trajectories, *rest)
+
+    monkeypatch.setattr("moetrain.rl.loop.advantages", watched)
+    values = {"rl.supervised_steps": 0, "rl.resample": 1, "train.steps": 2}
+    # An untrained model gets no reward, so what there is comes from its length.
+    fitted(tmp_path, **values, **{"rl.env": "arithmetic", "rl.overlong_buffer": 5})
+    rows = lines_of(tmp_path)
+    assert max(map(len, seen)) > 16  # with the groups that replace others
+    assert all(reward == min(0, (1 - written) / 5) for found in seen for reward, written in found)
+    last = [
+        rewards
+        for rewards, after in zip(seen, [*seen[1:], []], strict=True)
+        if len(after) <= len(rewards)
+    ]
+    means = [sum(reward for reward, _ in found) / len(found) for found in last]
+    assert [r["reward"] for r in rows if "reward" in r] == means
+    assert all(mean < 0 for mean in means)
+    assert {r["eval_reward"] for r in rows if "eval_reward" in r} == {0}
 
 
 def test_the_trainers_own_pass_is_left_out_where_bits_are_equal(even, tmp_path):
