@@ -161,26 +161,37 @@ def collect(out: Path) -> dict[str, dict[str, Any]]:
 
 
 def draw(file: Path, ways: dict[str, dict[str, Any]]) -> None:
-    """Draw reward, mismatch and gradient norm by step: a thin line a seed, in its way's colour."""
+    """Draw reward, mismatch and gradient norm by step, each way in its colour.
+
+    Of the reward each seed has a thin line, and their mean a thick one as far as all of them go.
+    Gradient norms are points: single steps matter.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 4.2), layout="constrained")
+    figure = Figure(figsize=(13, 4.8), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, 3)
-    names = ("eval_solved", "mismatch", "grad_norm")
-    titles = ("Held-out sums solved", "Mismatch, nats a token", "Gradient norm")
-    for axes, name, title in zip(panels, names, titles, strict=True):
-        for number, (way, seeds) in enumerate(ways.items()):
-            for place, curves in enumerate(seeds.values()):
-                label = way if place == 0 else None
-                axes.plot(*curves[name], f"C{number}-", lw=1, alpha=0.8, label=label)
+    panels = solved, mismatch, norms = figure.subplots(1, 3)
+    for number, (way, seeds) in enumerate(ways.items()):
+        colour, above = f"C{number}", {"zorder": 10 if way == "training's bits" else 3}
+        for curves in seeds.values():
+            solved.plot(*curves["eval_solved"], colour, lw=0.7, alpha=0.5, **above)
+            mismatch.plot(*curves["mismatch"], colour, lw=0.7, alpha=0.7, **above)
+            steps, values = curves["grad_norm"]
+            norms.plot(steps, values, ".", color=colour, ms=3, alpha=0.6, **above)
+        held_out = (curves["eval_solved"][1] for curves in seeds.values())
+        means = [statistics.mean(values) for values in zip(*held_out, strict=False)]
+        steps = next(iter(seeds.values()))["eval_solved"][0][: len(means)]
+        solved.plot(steps, means, colour, lw=2.2, label=f"{way} ({len(seeds)} seeds)", **above)
+    titles = ("Held-out sums solved", "Mismatch, nats a token", "Gradient norm before clipping")
+    for axes, title in zip(panels, titles, strict=True):
         axes.set(title=title, xlabel="step of GRPO")
         axes.grid(alpha=0.3)
-    panels[1].set_yscale("symlog", linthresh=1e-6)
-    panels[2].set_yscale("log")
-    panels[0].legend(fontsize=8)
-    figure.savefig(file, dpi=150)
+    mismatch.set_yscale("symlog", linthresh=1e-4)
+    norms.set_yscale("log")
+    norms.set_ylim(bottom=0.1)
+    figure.legend(loc="outside lower center", ncols=len(ways), fontsize=8)
+    figure.savefig(file, dpi=120)
 
 
 def report(out: Path) -> None:
