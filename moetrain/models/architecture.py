@@ -299,8 +299,14 @@ class Architecture(BaseModel):
     """The activation of the gates of the family's feed-forward layers and experts, a name of
     :data:`moetrain.kernels.experts.swiglu.GATES`."""
 
-    by_layer: ClassVar[tuple[str, ...]] = ("sliding_windows", "moe_layers", "linear_layers")
-    """The names of fields that are empty or have an entry for each layer."""
+    by_layer: ClassVar[Mapping[str, bool | None]] = {
+        "sliding_windows": None,
+        "rope_layers": True,
+        "moe_layers": True,
+        "linear_layers": False,
+    }
+    """The names of fields that have an entry for each layer, and the entry that all layers have if
+    the field is empty."""
 
     family: str
     """Hugging Face ``model_type``, a key of :data:`moetrain.models.families.FAMILIES`."""
@@ -349,6 +355,8 @@ class Architecture(BaseModel):
     """The bound ``c`` of soft-capped logits ``c * tanh(logits / c)``; 0: logits are not capped."""
     sliding_windows: tuple[_Size | None, ...] = ()
     """Attention window of each layer in tokens (None: full); empty: full attention everywhere."""
+    rope_layers: tuple[bool, ...] = ()
+    """False for each layer whose attention has no rotary embeddings; empty: no layer is without."""
     num_experts: int = Field(default=0, ge=0, le=_MAX_EXPERTS)
     """Experts in each MoE layer; 0: the model is dense."""
     num_experts_per_token: _Count = 0
@@ -435,8 +443,10 @@ class Architecture(BaseModel):
 
     def attention(self, layer: int) -> AttentionPart:
         """Return the attention part of block ``layer``, counted from 0."""
-        window = self.sliding_windows[layer] if self.sliding_windows else None
-        return self.kinds[0].of(self, window=window)
+        own: Fields = {"window": self.sliding_windows[layer] if self.sliding_windows else None}
+        if self.rope_layers and not self.rope_layers[layer]:
+            own["partial_rotary_factor"] = 0.0
+        return self.kinds[0].of(self, **own)
 
     def feed_forward(self, layer: int) -> Part:
         """Return the feed-forward part of block ``layer``."""

@@ -335,6 +335,8 @@ SHARED = ["full", "shared", "shared"]
 # The key names the family and the oddity of this case.
 # transformers drops in training, by a tenth if the keys are left out.
 SEED = {"head_dim": 12, "attention_dropout": 0.0, "residual_dropout": 0.0}
+SMOL = {"no_rope_layers": [1, 0, 1], "tie_word_embeddings": False}
+SMOL_WINDOW = {**SMOL, "use_sliding_window": True, "sliding_window": 5}
 
 CASES = {
     "glm4_moe": {**GLM, "use_qk_norm": True, "attention_bias": True},
@@ -1053,6 +1055,39 @@ CASES = {
     "seed_oss odd widths": {**SEED, "hidden_size": 28, "intermediate_size": 37},
     "seed_oss one layer": {**SEED, "num_hidden_layers": 1, "rms_norm_eps": 1e-3},
     "seed_oss yarn": {**SEED, "rope_parameters": YARN},
+    "smollm3": SMOL,
+    "smollm3 every second layer": {"tie_word_embeddings": False, "no_rope_layer_interval": 2},
+    "smollm3 every fourth layer": {"num_hidden_layers": 5},
+    "smollm3 rotary everywhere": {**SMOL, "no_rope_layers": [1, 1, 1]},
+    "smollm3 rotary nowhere": {**SMOL, "no_rope_layers": [0, 0, 0]},
+    "smollm3 a longer list": {**SMOL, "no_rope_layers": [0, 1, 1, 0, 1]},
+    "smollm3 windows": SMOL_WINDOW,
+    "smollm3 windows of other layers": {
+        **SMOL_WINDOW,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    },
+    "smollm3 windows of no size": {**SMOL_WINDOW, "sliding_window": None},
+    "smollm3 windows out of use": {**SMOL_WINDOW, "use_sliding_window": False},
+    "smollm3 tied": {**SMOL, "tie_word_embeddings": True},
+    "smollm3 biases of the MLP": {**SMOL, "mlp_bias": True},
+    # Without rotary embeddings the gradient of a key's bias would be only rounding.
+    "smollm3 every bias": {
+        **SMOL,
+        "no_rope_layers": [1] * 3,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "smollm3 one kv head": {**SMOL, "num_key_value_heads": 1},
+    "smollm3 as many kv heads": {**SMOL, "num_key_value_heads": None},
+    "smollm3 heads of another width": {
+        **SMOL,
+        "head_dim": 12,
+        "num_attention_heads": 7,
+        "num_key_value_heads": 1,
+    },
+    "smollm3 odd widths": {**SMOL, "hidden_size": 24, "intermediate_size": 37},
+    "smollm3 one layer": {**SMOL, "num_hidden_layers": 1, "no_rope_layers": [0]},
+    "smollm3 yarn": {**SMOL, "rope_parameters": YARN},
 }
 FAMILY_CASES = [case for case in CASES if " " not in case]
 """One case of each family."""
@@ -1066,7 +1101,9 @@ WITH_STATES = (
 )
 LINEAR_CASES = [case for case in FAMILY_CASES if case.startswith(WITH_STATES)]
 """Families with layers that carry states."""
-ROUTED_CASES = [case for case in FAMILY_CASES if case not in ("qwen3_5_text", "seed_oss")]
+ROUTED_CASES = [
+    case for case in FAMILY_CASES if case not in ("qwen3_5_text", "seed_oss", "smollm3")
+]
 
 
 def limits(case):

@@ -11,7 +11,7 @@ writes them, with stacked matrices.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -45,7 +45,7 @@ class MiniMaxM3(MoEDecoder):
     """An MoE decoder with block-sparse attention in some layers."""
 
     kinds = (GroupedQueryAttention, RoutedExperts, SwiGLU, BlockSparseAttention)
-    by_layer = (*MoEDecoder.by_layer, "sparse_layers")
+    by_layer: ClassVar = {**MoEDecoder.by_layer, "sparse_layers": False}
 
     sparse_layers: tuple[bool, ...] = ()
     """True for each layer with block-sparse attention; empty: no layer has it."""

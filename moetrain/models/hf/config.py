@@ -214,14 +214,13 @@ def _canonical(arch: Architecture) -> Architecture:
 
     Equal models then compare equal.
     """
-    return arch.model_copy(
-        update={
-            "mtp_layers": 0,  # files hold MTP blocks whether or not they are trained
-            "sliding_windows": arch.sliding_windows if any(arch.sliding_windows) else (),
-            "moe_layers": () if all(arch.moe_layers) else arch.moe_layers,
-            "linear_layers": arch.linear_layers if any(arch.linear_layers) else (),
-        }
-    )
+    repeated = {
+        name: ()
+        for name, entry in arch.by_layer.items()
+        if all(value == entry for value in getattr(arch, name))
+    }
+    # Files hold the blocks of multi-token prediction whether or not they are trained.
+    return arch.model_copy(update={"mtp_layers": 0, **repeated})
 
 
 _ROPE_KEYS = {"rope_scaling", "rope_parameters", "partial_rotary_factor", RopeScaling.ORIGINAL}

@@ -1061,6 +1061,7 @@ PUBLISHED = {
     "ling-3.0-flash": 124.41,  # without the MTP block
     "minimax-m3": 426.17,  # without the tower; all of it is counted in test_block_attention.py
     "seed-oss-36b": 36.15,
+    "smollm3-3b": 3.08,
 }
 
 
@@ -1353,6 +1354,28 @@ PUBLISHED_KEYS = {
         "tie_word_embeddings": False,
         "vocab_size": 155_136,
     },
+    "smollm3-3b": {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 11_008,
+        "layer_types": ["full_attention"] * 36,
+        "max_position_embeddings": 65_536,
+        "max_window_layers": 28,
+        "mlp_bias": False,
+        "no_rope_layer_interval": 4,
+        "no_rope_layers": [1, 1, 1, 0] * 9,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": None,
+        "rope_theta": 5e6,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "vocab_size": 128_256,
+    },
 }
 """Keys of published files, from memory."""
 
@@ -1461,6 +1484,24 @@ def test_fewer_or_more_layers_of_a_preset():
         ("seed_oss", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported, only 'silu'"),
         ("seed_oss", {"attention_out_bias": None}, "attention_out_bias is None, expected a value"),
         ("seed_oss", {"mlp_bias": 1}, "mlp_bias is 1, expected a value like False"),
+        (
+            "smollm3",
+            {"no_rope_layers": [1, 0]},
+            "no_rope_layers has 2 entries, but .* is 3",
+        ),
+        ("smollm3", {"no_rope_layers": [1, 2, 0]}, "no_rope_layers has 2, expected 0 .* or 1"),
+        ("smollm3", {"no_rope_layers": 4}, "no_rope_layers is 4, expected a value of type list"),
+        (
+            "smollm3",
+            {"no_rope_layers": None, "no_rope_layer_interval": 0},
+            "no_rope_layer_interval is 0, expected 1 or more",
+        ),
+        ("smollm3", {"layer_types": ["sliding_attention"] * 3}, "no sliding_window is in use"),
+        (
+            "smollm3",
+            {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 3},
+            "no sliding_window is in use",
+        ),
         ("hy_v3", {"mlp_bias": True}, "mlp_bias True is not supported, only False"),
         ("hy_v3", {"route_norm": False}, "route_norm False is not supported, only True"),
         ("hy_v3", {"mlp_layer_types": ["cnn"] * 3}, "mlp_layer_types cnn are not supported"),
