@@ -30,6 +30,7 @@ from typing import Any, NamedTuple, Self
 from moetrain.config import ConfigError
 from moetrain.config.files import read_regular
 from moetrain.config.sources import shortened
+from moetrain.data.lost import refuse_attached
 from moetrain.data.messages import (
     REASONING,
     BadLineError,
@@ -310,7 +311,7 @@ class ChatTemplate:
         """Warn of undeclared tools, unknown roles and a system's text that is shown twice.
 
         Raises BadLineError: the template does not read the channel of a thought, or a key that
-        holds a tool, a call, the text of an answer or a thought.
+        holds a tool, a call, the text of an answer, a thought or a file.
         """
         name = undeclared_call(turns, learned, variables.get("tools") or ())
         if name is not None:
@@ -330,6 +331,7 @@ class ChatTemplate:
                 "questions begin with the text of the system's turn, which is shown twice: leave "
                 "it out of one of them",
             )
+        refuse_attached(turns[: learned[-1] + 1], variables, self._reads_key)
         for i, turn in enumerate(turns):
             for key, remedy in lost_keys(turn):
                 # A template reads `arguments` of calls, not of turns.
@@ -699,6 +701,8 @@ class ChatTemplate:
         self, turns: list[Message], variables: Mapping[str, Any], strict: bool
     ) -> list[Message]:
         """Return the turns of :meth:`prompt` in the form that the template takes."""
+        if strict:
+            refuse_attached(turns, variables, self._reads_key)
         view = View(len(turns), add_generation_prompt=True)
         form, lost = self._find_form(turns, variables, view)
         for piece in lost:

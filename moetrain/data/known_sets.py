@@ -52,6 +52,9 @@ _GLAIVE_INTRODUCTION = (
 """The text before the functions in a system turn. It is dropped once the functions are read."""
 _GLAIVE_CALL = re.compile(r'\{\s*"name":\s*"([^"]+)"\s*(?:,\s*"arguments":\s*(.*?))?\s*\}', re.S)
 
+_OF_EXCHANGES = {"system", "input", "output", "human", "assistant", "need_eos_token", "role"}
+"""Keys of a question with its answer that are read."""
+
 ABOUT = {
     *("id", "uuid", "source", "dataset", "data_source", "resource", "license", "url", "split"),
     *("type", "category", "subject", "topic", "tags", "difficulty", "level", "lang", "language"),
@@ -437,11 +440,10 @@ def _read_swe_agent(found: dict[str, Any]) -> None:
         problem = "`target` is false: the run did not solve its issue, and would be learned"
         remedy = "leave such records out, or take `target` out to learn them all the same"
         raise BadLineError(f"{problem}; {remedy}", kind="`target` is false")
-    turns = found.pop("trajectory")
     found["messages"] = [
-        {"role": turn["role"], "content": turn.get("text") or turn.get("system_prompt")}
-        | learning_of(turn)
-        for turn in turns
+        {key: turn[key] for key in turn if key not in ("text", "system_prompt")}
+        | {"content": turn.get("text") or turn.get("system_prompt")}
+        for turn in found.pop("trajectory")
     ]
 
 
@@ -477,8 +479,10 @@ def _read_exchanges(found: dict[str, Any]) -> None:
             raise BadLineError(f"{said}; leave it out, or write such texts as `text`")
         if each.get("system"):
             turns.append({"role": "system", "content": each["system"]})
-        turns.append({"role": "user", "content": each["input"]})
-        turns.append({"role": "assistant", "content": each["output"], **learning_of(each)})
+        learning = learning_of(each)
+        rest = {key: each[key] for key in each if key not in {*_OF_EXCHANGES, *learning}}
+        turns.append({**rest, "role": "user", "content": each["input"]})
+        turns.append({"role": "assistant", "content": each["output"], **learning})
     found["messages"] = turns
 
 

@@ -11,7 +11,7 @@ document by itself, except pictures whose mark is in the text.
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -19,6 +19,7 @@ from moetrain.config.sources import shortened
 from moetrain.data.characters import HALF
 from moetrain.data.documents import Document
 from moetrain.data.messages import (
+    ABOUT_TURNS,
     REASONING,
     THOUGHTS,
     BadLineError,
@@ -32,6 +33,7 @@ from moetrain.data.messages import (
     text_of,
     thoughts_in,
     truth_of,
+    turns_in,
     value_in,
     words_of,
 )
@@ -55,6 +57,7 @@ PASSAGES = {
     *("context", "contexts", "ctx", "passage", "passages", "paragraph", "paragraphs"),
     *("document", "article", "background", "evidence", "story", "support"),
     *("schema", "db_schema", "database_schema", "table_schema"),  # a question for SQL
+    *("attachment", "attachments", "extracted_content", "extracted_text", "file_content"),
 }
 """Names of texts that a question may be about."""
 _ASKED = {
@@ -92,6 +95,7 @@ _DESCRIBES = {
     *("status", "template", "quality", "effort", "mode", "budget", "style", "complexity", "field"),
     *("path", "is", "has", "enable", "metadata", "meta", "title", "qtype", "script", "subset"),
     *("author", "year", "timestamp", "origin", "task", "unnamed", "generator"),
+    *("uuid", "created", "updated", "filename"),
 }
 """Words that tell that a field describes the record, whatever other words its name has."""
 _AFTER_TURNS = {
@@ -101,6 +105,22 @@ _AFTER_TURNS = {
 """Names of the answer to the last question of a dialogue, such as ChatQA's ``answers``."""
 _VARIANTS = {"original", "orig", "rewritten", "evolved", "seed", "explanation"}
 """Words in the names of texts that a record was made from, or that explain it."""
+_OF_FILES = {
+    *("attachment", "attachments", "file", "files", "upload", "uploads", "document", "documents"),
+    *("doc", "docs"),
+}
+"""Words in the keys of a turn with files that it comes with: Claude.ai's ``attachments``."""
+_OF_SOURCES = {
+    *("extracted", "quoted", "quote", "quotes", "cited", "citation", "citations", "reference"),
+    *("references", "retrieved", "retrieval", "search", "snippet", "snippets", "excerpt"),
+    *("excerpts", "sources", "grounding", "knowledge", "context", "contexts", "passage"),
+    *("passages", "evidence"),
+}
+"""Words in the keys of a turn with texts that it is about, or that it has its facts from: Open
+WebUI's ``sources``, Anthropic's ``citations``."""
+_FEWEST_WORDS = 4
+"""Fewest words of a text in a turn that is named if nothing shows it. Shorter ones, such as
+WildChat's ``country``, describe the turn."""
 _OF_OTHER_TOOLS = {"target"}
 """Words in the names of tools that were taken out of a record on purpose: When2Call's."""
 CHOICES = {"choices", "options"}
@@ -130,6 +150,11 @@ _IDS_OF_TURNS = [
 _OF_BEFORE = {"prev", "previous", "prior", "earlier", "past", "history", "context"}
 """Words in the names of turns that come before those of a record, such as GeneralThought's
 ``prev_messages``."""
+_OF_TURNS = {
+    *("role", "from", "content", "value", "tool_calls", "function_call"),
+    *(*REASONING, *THOUGHTS, *ABOUT_TURNS),
+}
+"""Keys of a turn that are read, that are compared with what is read, or that describe it."""
 _TEXTS = PASSAGES | _SYSTEMS | _FUNCTIONS
 """Names of further fields whose texts must be in a document, beside thoughts and choices."""
 _MARK = re.compile(r"<(?:image|img|video|audio)>", re.I)
@@ -229,30 +254,135 @@ def unread_fields(record: Mapping[str, Any], documents: Sequence[Document], form
     The arguments are those of :func:`refuse_lost`.
     """
     read = _BY_ALL | _READ.get(form, set()) | _ANSWERS_OF.get(form, set())
-    shown = [document.text for document in documents]
-    return [
+    shown = _Shown(document.text for document in documents)
+    fields = [
         key
         for key, value in record.items()
         if key not in read
         and not describes(key, value)
         and not (_is_of_numbers(key) and not isinstance(value_in(value), str))
-        # The longest: short ones, such as the roles of turns, are in other texts by chance.
-        and not is_said(HALF.sub("\ufffd", _longest(value)), shown)
+        and not shown.all_of(_own_texts(_parsed(value)))
     ]
+    of_turns = (key for name in record if name in read for key in _unread_keys(name, record, shown))
+    return [*fields, *dict.fromkeys(of_turns)]
+
+
+class _Shown:
+    """The texts that a model is shown, whatever their white space."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._texts = [" ".join(text.split()) for text in texts]
+
+    def all_of(self, texts: Iterable[str]) -> bool:
+        """Return whether each of ``texts`` is a part of a text that is shown."""
+        return all(self._has(" ".join(HALF.sub("\ufffd", text).split())) for text in texts)
+
+    def _has(self, words: str) -> bool:
+        return any(words in text for text in self._texts)
+
+
+def _unread_keys(name: str, record: Mapping[str, Any], shown: _Shown) -> Iterator[str]:
+    """Yield the keys of the turns in the field ``name`` with a text that is not shown."""
+    turns = None
+    with suppress(BadLineError):  # an instruction may show Python's notation of turns
+        turns = turns_in(record[name], name)
+    for turn in turns if isinstance(turns, list) and is_dialogue(turns) else ():
+        for key, value in turn.items() if isinstance(turn, dict) else ():
+            if key in _OF_TURNS or describes(key, value):
+                continue
+            texts = [x for x in _own_texts(value) if len(x.split()) >= _FEWEST_WORDS]
+            if not shown.all_of(texts):
+                yield f"{name}[].{key}"
 
 
 def _is_of_numbers(key: str) -> bool:
     return key in _OF_NUMBERS or says_what_is_learned(key)
 
 
-def _longest(value: object) -> str:
-    """Return the longest text in a value, or an empty text."""
-    return max(_said_in(_parsed(value)), key=len, default="")
+def _own_texts(value: object) -> list[str]:
+    """Return the texts in a value that may say something of their own.
+
+    These are the texts of several words, or, if there are none, all texts but the names of roles.
+    Texts under keys that describe an object, such as its id, are left out.
+    """
+    texts = [text for text in _undescribed(value) if not is_role(text)]
+    return [text for text in texts if len(text.split()) > 1] or texts
 
 
-def _said_in(value: object) -> Iterator[str]:
-    """Yield the texts in a value, without those that are the name of a role."""
-    return (text for text in _texts_in(value) if not is_role(text))
+def _undescribed(value: object) -> Iterator[str]:
+    """Yield the texts in a value of any form, except those under keys that describe an object."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            if not _describes(str(key)):
+                yield from _undescribed(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _undescribed(each)
+    else:
+        yield from _texts_in(value)
+
+
+def refuse_attached(
+    turns: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any],
+    reads_key: Callable[[str], bool],
+) -> None:
+    """Raise BadLineError if a turn comes with a text or a file that no turn shows.
+
+    Args:
+        turns: the turns up to the last one that is learned, as
+            :func:`~moetrain.data.messages.read_messages` returns them.
+        variables: the variables of the template. Their ``documents`` are shown.
+        reads_key: returns whether the template reads this key of a turn.
+    """
+    shown: _Shown | None = None
+    for i, turn in enumerate(turns):
+        for place, key, value in _keys_of_turn(turn):
+            words, is_answer = words_of(key), turn["role"] == "assistant"
+            is_file = not words.isdisjoint(_OF_FILES)
+            is_named = is_file or key.lower() in PASSAGES or not words.isdisjoint(_OF_SOURCES)
+            if not is_named or describes(key, value) or (place == key and reads_key(key)):
+                continue
+            where = f"messages[{i}].{place}"
+            own = _own_texts(value)
+            if is_file or key.lower() not in PASSAGES:  # one word may be a name or an address
+                own = [text for text in own if len(text.split()) > 1]
+            if not own and is_file and turn["role"] == "user":
+                raise BadLineError(
+                    f"{where} names a file whose text is not in the record: {shortened(value)}; "
+                    "leave such records out, or write the text in `content` of the turn in its "
+                    "place"
+                )
+            shown = shown or _Shown(_shown_by(turns, variables))
+            lost = [text for text in own if not shown.all_of([text])]
+            if not lost:
+                continue
+            text = shortened(max(lost, key=len))
+            if is_answer:
+                said = f"{where} may be what the answer rests on: {text}; write it in `content` of "
+                raise BadLineError(f"{said}a turn before the answer, or leave it out")
+            said = f"{where} may be a part of what is asked: {text}; write it in `content` of the "
+            raise BadLineError(f"{said}turn, or leave it out")
+
+
+def _keys_of_turn(turn: Mapping[str, Any]) -> Iterator[tuple[str, str, object]]:
+    """Yield the place, the key and the value of what a turn, or a part of its content, has beside
+    its text."""
+    for key, value in turn.items():
+        if key not in _OF_TURNS:
+            yield key, key, value
+    parts = turn.get("content")
+    for j, part in enumerate(parts) if isinstance(parts, list) else ():
+        for key in part.keys() - _OF_TURNS:
+            yield f"content[{j}].{key}", key, part[key]
+
+
+def _shown_by(turns: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the texts of turns, of their calls and of the documents."""
+    for turn in turns:
+        yield text_of(turn)
+        yield from _texts_in([turn.get("reasoning_content"), turn.get("tool_calls")])
+    yield from _texts_in(variables.get("documents"))
 
 
 def _parsed(value: object) -> object:

@@ -123,7 +123,7 @@ _OF_IDS = {"id", "tool", "call", "use", "function"}
 responses), ``toolUseId`` (Bedrock), ``toolCallId`` (the AI SDK)."""
 _ANSWERS = {"refusal", "text", "message", "output", "output_text", "response", "answer"}
 """Keys of an answer's text that are not read: OpenAI's ``refusal`` and others."""
-_ABOUT_TURNS = {
+ABOUT_TURNS = {
     *("metadata", "meta", "info", "extra", "extra_info", "header", "annotations", "logprobs"),
     *("usage", "usage_metadata", "response_metadata", "models_usage", "moderation"),
     "tool_call_ids",
@@ -396,7 +396,7 @@ def lost_keys(turn: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             remedy += "such records out"
         elif is_answer and (
             _names_calls(key)
-            or (key not in _ABOUT_TURNS and _has_calls(value))
+            or (key not in ABOUT_TURNS and _has_calls(value))
             or (key == "arguments" and "name" in turn)  # OpenAI's items of responses
         ):
             results = ", their results as turns of the role tool" * _has_results(value)
@@ -455,7 +455,7 @@ def _may_be_said(key: str, value: object) -> bool:
     """Return whether a key may hold what an answer with an empty ``content`` says."""
     if isinstance(value, str):
         return key in _ANSWERS
-    is_known = key in THOUGHTS or key in _ABOUT_TURNS
+    is_known = key in THOUGHTS or key in ABOUT_TURNS
     return isinstance(value, list | dict) and not is_known and _is_something(value)
 
 
@@ -813,7 +813,10 @@ def _is_something(value: object) -> bool:
 
 
 def _read_part(part: object, where: str) -> dict[str, Any]:
-    """Read a part of ``content``. Raises BadLineError: the part is no text."""
+    """Read a part of ``content``, and keep its other keys, such as ``citations``.
+
+    Raises BadLineError: the part is no text.
+    """
     part = {"text": part} if isinstance(part, str) else part
     if not isinstance(part, dict) or not isinstance(part.get("text"), str):
         said = f"{where}.content has a part that is no text: {shortened(part)}"
@@ -823,7 +826,8 @@ def _read_part(part: object, where: str) -> dict[str, Any]:
             raise BadLineError(f"{said}; leave such records out: the answer is about it")
         also = next((_ELSEWHERE[name] for name in names if name in _ELSEWHERE), "")
         raise BadLineError(f"{said}; give texts alone{also}")
-    return {"type": "text", "text": part["text"]}
+    others = {key: value for key, value in part.items() if value is not None}
+    return {**others, "type": "text", "text": part["text"]}
 
 
 def _read_calls(value: object, where: str) -> list[dict[str, Any]]:

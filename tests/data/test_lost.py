@@ -1422,3 +1422,89 @@ def test_advice_names_what_is_beside_the_answer(record, says):
     """CoT-Collection and tiny-codes."""
     with pytest.raises(BadLineError, match=says):
         documents(record)
+
+
+# ---- what a turn comes with ---------------------------------------------------------------------
+
+FILE = "Revenue rose by 5 %."
+ATTACHED: dict[str, dict[str, Any]] = {
+    "Claude.ai's": {
+        "attachments": [{"file_name": "n.txt", "file_type": "txt", "extracted_content": FILE}]
+    },
+    "Open WebUI's": {"files": [{"type": "file", "name": "n", "file": {"data": {"content": FILE}}}]},
+    "a text": {"quoted_message": FILE},
+    "documents": {"documents": [{"title": "n", "text": FILE}]},
+    "a passage": {"passage": FILE},
+    "results": {"search_results": [{"url": "https://a.example/b", "snippet": FILE}]},
+    "a part's": {"content": [{"type": "text", "text": "q", "file_content": FILE}]},
+}
+
+
+@pytest.mark.parametrize("beside", ATTACHED.values(), ids=[*ATTACHED])
+def test_a_text_that_a_turn_comes_with_is_not_lost(beside: dict):
+    """Claude.ai's exports have the texts of files in ``attachments`` of a turn."""
+    says = r"messages\[0\]\..* may be a part of what is asked: 'Revenue rose by 5 %\.'; write it in"
+    with pytest.raises(BadLineError, match=says):
+        documents({"messages": [{**USER, **beside}, ANSWER]})
+    with pytest.raises(BadLineError, match=says):
+        ChatTemplate(CHATML, {}).check_prompt([{**USER, **beside}], {})  # one of `rl`
+    # As the line says: the text is in `content`, and the field may stay where it is.
+    asked = f"q\n{FILE}"
+    if "content" in beside:
+        beside = {"content": [{**beside["content"][0], "text": asked}]}
+    followed = {"messages": [{**USER, "content": asked, **beside}, ANSWER]}
+    assert documents(followed)[0].text == theirs({"role": "user", "content": asked}, ANSWER)
+    # A turn behind the last answer is not shown, whatever it comes with.
+    assert documents({"messages": [USER, ANSWER, {**USER, "attachments": [FILE]}]})
+
+
+def test_what_an_answer_rests_on_is_not_lost():
+    """Open WebUI writes the passages that it found in ``sources`` of the answer."""
+    sources = [{"source": {"name": "n.txt"}, "document": [FILE], "metadata": [{"page": 1}]}]
+    says = r"messages\[1\]\.sources may be what the answer rests on: 'Revenue rose by 5 %\.'; write"
+    with pytest.raises(BadLineError, match=says):
+        documents({"messages": [USER, {**ANSWER, "sources": sources}]})
+    cited = [{"type": "char_location", "cited_text": FILE, "document_index": 0}]  # Anthropic's
+    said = {**ANSWER, "content": [{"type": "text", "text": "a", "citations": cited}]}
+    with pytest.raises(BadLineError, match=r"messages\[1\]\.content\[0\]\.citations may be what"):
+        documents({"messages": [USER, said]})
+    asked = {**USER, "content": f"q\n{FILE}"}
+    assert documents({"messages": [asked, said]})[0].text == theirs(asked, ANSWER)
+
+
+def test_a_file_without_its_text_is_refused():
+    """Claude.ai's ``files`` have names alone."""
+    files = [{"file_name": "plan.pdf", "file_uuid": "x7"}]
+    says = r"messages\[0\]\.files names a file whose text is not in the record: .*; leave such"
+    with pytest.raises(BadLineError, match=says):
+        documents({"messages": [{**USER, "files": files}, ANSWER]})
+    assert documents({"messages": [USER, {**ANSWER, "files": files}]})  # the answer's own
+
+
+def test_what_describes_a_turn_is_no_attachment(tmp_path: Path, caplog):
+    about = {"uuid": "m-1", "created_at": "2025-01-01T00:00:00Z", "model": "m", "feedback": "good"}
+    about |= {"attachments": [], "files": [], "citations": None, "num_references": "two of them"}
+    spans = [{"start": 0, "end": 1, "text": "a", "sources": [{"id": "doc_1"}]}]  # Cohere's
+    links = ["https://a.example/b"]  # Perplexity's
+    turns = [{**USER, **about}, {**ANSWER, **about, "citations": spans, "search_results": links}]
+    assert documents({"messages": turns}) == documents({"messages": [USER, ANSWER]})
+    assert unread({"messages": turns}) == []
+    # A text of another name is named.
+    said = [USER, {**ANSWER, "comment": "This answer is far too short."}]
+    assert unread({"messages": said}) == ["messages[].comment"]
+    # A template that reads the key shows its text.
+    shows = CHATML.replace("message.content or", "message.quote or message.content or")
+    (document,) = RecordReader(ChatTemplate(shows, {})).documents(
+        {"messages": [{"role": "user", "content": "", "quote": FILE}, ANSWER]}
+    )
+    assert FILE in document.text
+
+
+def test_the_other_branch_of_a_chat_is_named_and_a_copy_is_not():
+    """An export of Open WebUI with its dialogue in ``messages``, and one of Claude.ai."""
+    turns = [{"role": "user", "content": "Name a bird."}, {"role": "assistant", "content": "Crow."}]
+    copied = [{"uuid": "m-1", "text": x["content"], "created_at": "2025-01-01T00"} for x in turns]
+    assert unread({"messages": turns, "chat_messages": copied}) == []
+    other = {"id": "a1", "role": "assistant", "content": "A bat."}
+    chat = {"history": {"messages": {"u1": turns[0], "a1": other, "a2": turns[1]}}}
+    assert unread({"messages": turns, "chat": chat}) == ["chat"]
