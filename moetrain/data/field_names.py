@@ -27,6 +27,7 @@ from moetrain.data.messages import (
     parse_json,
     role_of,
 )
+from moetrain.data.openai_logs import is_response, read_response, without_settings
 from moetrain.data.tools import are_tools
 from moetrain.data.warned import warn_once
 
@@ -63,6 +64,7 @@ def renamed(
     is not, or the record belongs to a known data set and a part of it cannot be read.
     """
     found = {key: value for key, value in record.items() if value is not None}
+    found = read_response(found) if is_response(found) else without_settings(found)
     if not {"instruction", "output"} & found.keys() and {"Instruction", "Output"} <= found.keys():
         found = {_IN_CAPITALS.get(key, key): value for key, value in found.items()}
     for name in SYSTEMS:
