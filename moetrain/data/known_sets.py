@@ -23,10 +23,12 @@ from moetrain.data.lost import (
     describes,
     is_about_answer,
     is_about_question,
+    is_http_response,
     is_label,
     is_score,
     names_verdict,
     number_of_option,
+    place_of_answer,
     thoughts_of_field,
 )
 from moetrain.data.messages import (
@@ -559,7 +561,8 @@ def remedy_for(
         said = f"it has a question without two answers; {write}, or {_OF_POLICY}"
         return said if _asks(record) else None
     return (
-        _remedy_for_response(record, reads_labels)
+        _remedy_for_served(record)
+        or _remedy_for_response(record, reads_labels)
         or _remedy_for_records(record)
         or _remedy_for_tree(record)
         or (None if _asked(record) else _remedy_for_texts(record))
@@ -692,6 +695,34 @@ def _remedy_for_several(
                 one = f"one as `{name}`{also}, beside a `label` that is true or false"
                 return f"{problem}; write {one}, or of two {pair}"
             return f"{problem}; write a good one as `{name}`{also}, or of two {pair}"
+    return None
+
+
+def _remedy_for_served(record: Mapping[str, Any]) -> str | None:
+    """Return the advice for what a server answered, without its question.
+
+    These are the output files of OpenAI's and Anthropic's batches, and logs of responses alone.
+    """
+    question = (*_QUESTIONS, *_QUESTIONS_OF_PAIRS, "messages", "conversations")
+    if any(record.get(name) for name in question):
+        return None
+    is_batch = "custom_id" in record
+    for key, value in record.items():
+        if is_http_response(value) and value["status_code"] != 200:
+            code = shortened(value["status_code"])
+            return f"`{key}.status_code` is {code}: it has no answer; leave such records out"
+        if key not in ("error", "metadata") and (place := place_of_answer(value)) is not None:
+            where = f"`{key}{place}`"
+            if not place.endswith(".text"):
+                where += ", which is a message of the assistant,"
+            question = "the question, which is not in the record,"
+            if is_batch:
+                question = "the question, which the batch's input file has under the same "
+                question += "`custom_id`,"
+            leave = "; leave out records whose `status_code` is not 200" * is_http_response(value)
+            return f"write {question} and {where} as `messages`{leave}"
+    if is_batch and not {"response", "result"}.isdisjoint(record):
+        return "it is a result of a batch without an answer; leave such records out"
     return None
 
 
@@ -833,6 +864,8 @@ def _are_samples(key: str, value: object) -> bool:
 def _place_of_answer(key: str, value: object) -> str:
     """Return the place of the answers in the field ``key``. In a list of objects it is a field of
     each, such as natural_reasoning's ``responses[].response``."""
+    if isinstance(value, dict) and (place := place_of_answer(value)):  # of a server's response
+        return f"{key}{place}" + ".content" * place.endswith(".message")
     first = value[0] if isinstance(value, list) and value else None
     inner = _answer_key(first) if isinstance(first, dict) and not is_dialogue(value) else None
     return f"{key}[].{inner}" if inner else key

@@ -9,6 +9,7 @@ Other names are judged by their words: ``synthetic_reasoning`` is a thought, and
 document by itself, except pictures whose mark is in the text.
 """
 
+import ast
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from moetrain.data.messages import (
     THOUGHTS,
     BadLineError,
     is_dialogue,
+    is_message,
     is_role,
     is_said,
     lost_media,
@@ -123,6 +125,8 @@ _FEWEST_WORDS = 4
 WildChat's ``country``, describe the turn."""
 _OF_OTHER_TOOLS = {"target"}
 """Words in the names of tools that were taken out of a record on purpose: When2Call's."""
+_OF_ENVELOPES = ("assistant", "finish_reason", "candidates", "status_code")
+"""Words in the text of a server's response."""
 CHOICES = {"choices", "options"}
 """Names of fields with the answers that a question gives to choose from."""
 _CHOICE = re.compile(r"(?:op|opt|option|choice|ending|sol|alternative)_?[a-e0-9]|[a-e]", re.I)
@@ -481,10 +485,55 @@ def is_answer_of_server(value: object) -> bool:
     These are the responses of OpenAI, Anthropic, Gemini, Bedrock and others. A dialogue with a
     user's turn is none.
     """
+    return place_of_answer(value) is not None
+
+
+def place_of_answer(value: object) -> str | None:
+    """Return the place of the message of the assistant in what a server answers, as
+    :func:`is_answer_of_server` finds it: ``.body.choices[0].message``. None: there is none."""
     found = [*_objects_in(value)]
-    if any(role_of(each) == "user" for each in found):
-        return False
-    return any(_is_answer(each) and any(_texts_in(each)) for each in found)
+    if any(role_of(each) == "user" for _, each in found):
+        return None
+    answers = (
+        place + ".text" * (role_of(each) is None)
+        for place, each in found
+        if _is_answer(each) and any(_texts_in(each))
+    )
+    return next(answers, None)
+
+
+def is_http_response(value: object) -> bool:
+    """Return whether ``value`` is an answer of HTTP, as OpenAI's batches have it."""
+    return isinstance(value, Mapping) and {"status_code", "body"} <= value.keys()
+
+
+def warn_of_envelopes(documents: Iterable[Document]) -> None:
+    """Warn once if an answer is the JSON of what a server answers, or what Python shows of it."""
+    for document in documents:
+        for start, end in document.loss_spans or ():
+            text = document.text[start:end].rpartition("</think>")[2].lstrip()
+            if not text.startswith("{") or not any(mark in text for mark in _OF_ENVELOPES):
+                continue
+            value = _literal(text[: text.rfind("}") + 1])
+            place = None if is_message(value) else place_of_answer(value)
+            if place is None and not is_http_response(value):
+                continue
+            remedy = "leave such records out"
+            if place is not None:
+                remedy = f"write the message in its `{place[1:]}` as the answer"
+            warn_once(
+                "answers that are envelopes",
+                f"answers of records are the text of a server's response, and are learned as they "
+                f"stand: {shortened(text)}; {remedy}",
+            )
+
+
+def _literal(text: str) -> object:
+    """Return what a text of JSON, or of Python's notation, holds. None: it is neither."""
+    for read in (json.loads, ast.literal_eval):
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            return read(text)
+    return None
 
 
 def _is_answer(value: Mapping[str, Any]) -> bool:
@@ -494,13 +543,15 @@ def _is_answer(value: Mapping[str, Any]) -> bool:
     return "text" in value and any(words_of(key) >= {"finish", "reason"} for key in value)
 
 
-def _objects_in(value: object) -> Iterator[Mapping[str, Any]]:
-    """Yield the objects in a value of any form, the outer ones first."""
+def _objects_in(value: object, place: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the objects in a value of any form with their places, the outer ones first."""
     if isinstance(value, Mapping):
-        yield value
-    if isinstance(value, Mapping | list | tuple):
-        for each in value.values() if isinstance(value, Mapping) else value:
-            yield from _objects_in(each)
+        yield place, value
+        for key, each in value.items():
+            yield from _objects_in(each, f"{place}.{key}")
+    elif isinstance(value, list | tuple):
+        for i, each in enumerate(value):
+            yield from _objects_in(each, f"{place}[{i}]")
 
 
 def _has_words(key: str, words: Collection[str]) -> bool:

@@ -28,6 +28,7 @@ from moetrain.data.lost import (
     refuse_lost,
     refuse_lost_answer,
     unread_fields,
+    warn_of_envelopes,
     warn_of_parent,
     warn_of_tie,
 )
@@ -175,6 +176,7 @@ class RecordReader:
         if self.form == "auto":
             _refuse_second_dialogue(record, form)
         refuse_lost(record, found, form)
+        warn_of_envelopes(found)
         if form in ("alpaca", "completion"):
             warn_of_parent(record)
         return [document._replace(text=with_whole_characters(document.text)) for document in found]

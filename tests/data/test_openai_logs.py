@@ -1,9 +1,11 @@
 """Logs of OpenAI's APIs become the conversations that they record, or are refused with a remedy.
 
-Records are those of OpenAI's reference of the Responses API. The right texts are transformers'
+Records are those of OpenAI's and Anthropic's references. The right texts are transformers'
 renderings of OpenAI's messages.
 """
 
+import json
+import re
 from typing import Any
 
 import pytest
@@ -158,3 +160,90 @@ def test_settings_of_a_request_are_no_text_and_no_thought():
         reader().documents({"input": [USER], **settings})
     with pytest.raises(BadLineError, match=r"`reasoning` may be .*: 'so it is'; write it as `r"):
         reader().documents({"messages": [USER, ANSWER], "reasoning": {"text": "so it is"}})
+
+
+# ---- responses without their question -----------------------------------------------------------
+
+COMPLETION = {
+    "id": "chatcmpl-1",
+    "object": "chat.completion",
+    "choices": [{"index": 0, "message": {**ANSWER, "refusal": None}, "finish_reason": "stop"}],
+}
+OF_ANTHROPIC = {"type": "message", "role": "assistant", "content": [{"type": "text", "text": "a"}]}
+FAILED = {"status_code": 429, "request_id": "req_2", "body": {"error": {"message": "too many"}}}
+FROM_INPUT = "write the question, which the batch's input file has under the same `custom_id`, and "
+SERVED: list[tuple[dict[str, Any], str]] = [
+    (
+        {"custom_id": "1", "response": {"status_code": 200, "body": COMPLETION}, "error": None},
+        f"{FROM_INPUT}`response.body.choices[0].message`, which is a message of the assistant, as "
+        "`messages`; leave out records whose `status_code` is not 200",
+    ),
+    (
+        {"custom_id": "1", "response": FAILED},
+        "`response.status_code` is 429: it has no answer; leave such records out",
+    ),
+    (
+        {"custom_id": "1", "result": {"type": "succeeded", "message": OF_ANTHROPIC}},
+        f"{FROM_INPUT}`result.message`, which is a message of the assistant, as `messages`",
+    ),
+    (
+        {"custom_id": "1", "result": {"type": "expired"}},
+        "it is a result of a batch without an answer; leave such records out",
+    ),
+    (COMPLETION, "write the question, which is not in the record, and `choices[0].message`, which"),
+    (
+        {"question": "q", "response": COMPLETION},
+        "write `question` as `instruction` and `response.choices[0].message.content` as `output`",
+    ),
+]
+
+
+@pytest.mark.parametrize(("record", "says"), SERVED, ids=str)
+def test_a_response_of_a_server_says_where_its_message_is(record: dict, says: str):
+    with pytest.raises(BadLineError, match=re.escape(f"; {says}")):
+        reader().documents(record)
+
+
+def test_what_the_line_on_a_batch_advises_is_learned():
+    asked = {"custom_id": "1", "body": {"model": "m", "messages": [USER]}}
+    with pytest.raises(BadLineError, match="`body` has `messages`; write them, with the answer"):
+        reader().documents(asked)
+    messages = [*asked["body"]["messages"], COMPLETION["choices"][0]["message"]]
+    assert reader().documents({"messages": messages})[0].text == theirs(USER, ANSWER)
+    (document,) = reader().documents({"messages": [USER, OF_ANTHROPIC]})
+    assert document.text == theirs(USER, ANSWER)
+
+
+ENVELOPES: dict[str, tuple[object, str]] = {
+    "body": (COMPLETION, "choices[0].message"),
+    "HTTP": ({"status_code": 200, "body": COMPLETION}, "body.choices[0].message"),
+    "older": ({"choices": [{"text": "a", "finish_reason": "stop"}]}, "choices[0].text"),
+}
+
+
+@pytest.mark.parametrize("write", [json.dumps, str], ids=["JSON", "Python"])
+@pytest.mark.parametrize("name", ENVELOPES)
+def test_an_answer_that_is_the_text_of_a_response_is_warned_of(name: str, write, caplog):
+    value, place = ENVELOPES[name]
+    text = write(value)
+    forms: list[dict[str, Any]] = [
+        {"instruction": "q", "output": text},
+        {"prompt": "q", "completion": text},
+        {"messages": [USER, {**ANSWER, "content": text}]},
+        {"messages": [USER, {**ANSWER, "reasoning_content": "t", "content": text}]},
+        {"question": "q", "answer": text},
+    ]
+    for record in forms:
+        SEEN.clear()
+        caplog.clear()
+        reader().documents(record)
+        assert f"write the message in its `{place}` as the answer" in caplog.text
+
+
+def test_json_that_is_no_response_is_not_warned_of(caplog):
+    SEEN.clear()
+    for said in ({"assistant": "a"}, {"messages": [USER, ANSWER]}, {"status_code": 200}):
+        reader().documents({"instruction": "q", "output": json.dumps(said)})
+    reader().documents({"text": json.dumps(COMPLETION)})
+    reader().documents({"instruction": "q", "output": '{"finish_reason": '})
+    assert caplog.text == ""
