@@ -138,6 +138,20 @@ class Rendered(NamedTuple):
     """The characters ``start:end`` to learn."""
 
 
+def chosen_turns(turns: Sequence[Mapping[str, Any]], *, train_on: str, num_given: int) -> list[int]:
+    """Return the indices of the assistant's turns that ``data.train_on`` chooses.
+
+    Their weights do not matter. The first ``num_given`` turns are a prompt.
+    """
+    chosen = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
+    if train_on == "last":
+        chosen = chosen[-1:]
+    if train_on == "completion" and chosen:
+        asked = (i for i in range(chosen[-1]) if turns[i]["role"] == "user")
+        num_given = max(num_given, *asked, 0)
+    return [i for i in chosen if i >= num_given]
+
+
 @dataclass
 class ChatTemplate:
     """A Jinja chat template.
@@ -260,14 +274,7 @@ class ChatTemplate:
                 adds_ends=adds_ends,
                 strict=strict,
             )
-        # Choose the turns that are learned.
-        learned = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
-        if train_on == "last":
-            learned = learned[-1:]
-        if train_on == "completion" and learned:
-            asked = (i for i in range(learned[-1]) if turns[i]["role"] == "user")
-            num_given = max(num_given, *asked, 0)
-        learned = [i for i in learned if i >= num_given]
+        learned = chosen_turns(turns, train_on=train_on, num_given=num_given)
         if learned and not any(turns[i].get("weight", 1) for i in learned):
             return []
         learned = [i for i in learned if turns[i].get("weight", 1)]

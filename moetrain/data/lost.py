@@ -287,16 +287,21 @@ class _Shown:
 
 def _unread_keys(name: str, record: Mapping[str, Any], shown: _Shown) -> Iterator[str]:
     """Yield the keys of the turns in the field ``name`` with a text that is not shown."""
-    turns = None
-    with suppress(BadLineError):  # an instruction may show Python's notation of turns
-        turns = turns_in(record[name], name)
-    for turn in turns if isinstance(turns, list) and is_dialogue(turns) else ():
-        for key, value in turn.items() if isinstance(turn, dict) else ():
+    for turn in _turns_of(record, name):
+        for key, value in turn.items():
             if key in _OF_TURNS or describes(key, value):
                 continue
             texts = [x for x in _own_texts(value) if len(x.split()) >= _FEWEST_WORDS]
             if not shown.all_of(texts):
                 yield f"{name}[].{key}"
+
+
+def _turns_of(record: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+    """Return the turns in the field ``name``, a list or the text of its JSON, as they are there."""
+    turns: Any = ()
+    with suppress(BadLineError):  # an instruction may show Python's notation of turns
+        turns = turns_in(record.get(name), name)
+    return [turn for turn in turns if isinstance(turn, dict)] if is_dialogue(turns) else []
 
 
 def _is_of_numbers(key: str) -> bool:
@@ -744,20 +749,57 @@ def refuse_bad_verdict(record: Mapping[str, Any]) -> None:
 
     If a field has a score of the answer, a warning says once for its name that it is not read.
     """
+    of_turns = _keys_of_answers(record)
     for key, value in record.items():
-        words = words_of(key)
-        verdict = words - _OF_VERDICTS
-        if len(verdict) == 1 and verdict <= _GOOD | _BAD:
-            if _verdict(value, "is" in words or verdict <= _ENDS) is verdict.issubset(_BAD):
-                raise _to_avoid(key, value, record)
-        elif is_bad_label(key, value) or _is_rejected(key, value, record):
-            raise _to_avoid(key, value, record)
-        elif is_score(key, value):
-            warn_once(
-                f"the score {key}",
-                f"`{key}` of records is not read: the answers are learned whatever it is; keep the "
-                "records whose answers are good enough",
-            )
+        if key in of_turns:  # WildChat's `toxic`: that of the record is also about questions
+            continue
+        if _says_bad(key, value) or _is_rejected(key, value, record):
+            problem = f"`{key}` is {shortened(value)}: the answer is one to avoid, and would be "
+            problem += f"learned: {shortened(dict(record))}"
+            remedy = "leave such records out, or rename the field if it means something else"
+            raise BadLineError(f"{problem}; {remedy}", kind=f"`{key}` is {shortened(value)}")
+        _warn_of_score(key, value, "records")
+
+
+def refuse_bad_turn(turn: Mapping[str, Any], where: str) -> None:
+    """Raise BadLineError if a key of a turn to learn says that it is a bad one: WildChat's
+    ``toxic``. ``where`` is the place of the turn."""
+    for key, value in turn.items():
+        if key in _OF_TURNS:
+            continue
+        if _says_bad(key, value):
+            problem = f"{where}.{key} is {shortened(value)}: the answer is one to avoid, and would "
+            problem += f"be learned: {shortened(text_of(turn))}"
+            remedy = 'leave such records out, or write "weight": 0 in the turn'
+            kind = f"`{key}` of a turn is {shortened(value)}"
+            raise BadLineError(f"{problem}; {remedy}", kind=kind)
+        _warn_of_score(key, value, "turns")
+
+
+def _keys_of_answers(record: Mapping[str, Any]) -> set[str]:
+    """Return the keys of the assistant's turns in the dialogue of a record."""
+    names = ("messages", "conversations", "completion")
+    turns = (turn for name in names for turn in _turns_of(record, name))
+    answers = (turn for turn in turns if role_of(turn) == "assistant")
+    return {key for turn in answers for key, value in turn.items() if value is not None}
+
+
+def _says_bad(key: str, value: object) -> bool:
+    """Return whether a field says that an answer is a bad one."""
+    words = words_of(key)
+    verdict = words - _OF_VERDICTS
+    if len(verdict) == 1 and verdict <= _GOOD | _BAD:
+        return _verdict(value, "is" in words or verdict <= _ENDS) is verdict.issubset(_BAD)
+    return is_bad_label(key, value)
+
+
+def _warn_of_score(key: str, value: object, of: str) -> None:
+    if is_score(key, value):
+        warn_once(
+            f"the score {key}",
+            f"`{key}` of {of} is not read: the answers are learned whatever it is; keep the "
+            f"{of} whose answers are good enough",
+        )
 
 
 def _is_rejected(key: str, value: object, record: Mapping[str, Any]) -> bool:
@@ -792,13 +834,6 @@ def _has_number(value: object) -> bool:
             return _has_number(parsed)
         return re.fullmatch(r"-?\d+(?:\.\d+)?", value.strip()) is not None
     return type(value) in (int, float)
-
-
-def _to_avoid(key: str, value: object, record: Mapping[str, Any]) -> BadLineError:
-    problem = f"`{key}` is {shortened(value)}: the answer is one to avoid, and would be learned: "
-    problem += shortened(dict(record))
-    remedy = "leave such records out, or rename the field if it means something else"
-    return BadLineError(f"{problem}; {remedy}", kind=f"`{key}` is {shortened(value)}")
 
 
 def is_about_answer(key: str) -> bool:

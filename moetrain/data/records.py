@@ -17,13 +17,14 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self, cast
 from moetrain.config import ConfigError, DataSection
 from moetrain.config.sources import shortened
 from moetrain.data.characters import with_whole_characters
-from moetrain.data.chat import ChatTemplate
+from moetrain.data.chat import ChatTemplate, chosen_turns
 from moetrain.data.containers import OBJECTS
 from moetrain.data.documents import Document
 from moetrain.data.field_names import name_of_dialogue, renamed
 from moetrain.data.known_sets import read_known_set, remedy_for, remedy_for_two
 from moetrain.data.lost import (
     number_of_option,
+    refuse_bad_turn,
     refuse_bad_verdict,
     refuse_lost,
     refuse_lost_answer,
@@ -294,6 +295,11 @@ class RecordReader:
         said = said[-1:] if self.train_on == "last" else said
         if said and (needs_text or self.reads_labels) and not any(map(_is_filled, said)):
             return []
+        if not self.reads_pairs:
+            chosen = chosen_turns(messages, train_on=self.train_on, num_given=num_given)
+            for i in chosen:
+                if messages[i].get("weight", 1):
+                    refuse_bad_turn(messages[i], f"messages[{i}]")
         _refuse_other_functions(record)
         variables = ChatTemplate.variables_of(record)
         self.template.warn_of_variables(record, variables)

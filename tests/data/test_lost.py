@@ -193,6 +193,39 @@ def test_a_verdict_that_the_answer_is_bad_is_refused(form: str, name: str, value
         assert len(documents(labelled, "labels")) == 1
 
 
+WILDCHAT: dict[str, Any] = {"hashed_ip": "22fd87", "redacted": False, "turn_identifier": 7}
+
+
+def test_the_verdict_of_a_turn_decides_over_that_of_its_record():
+    """WildChat's card: ``toxic`` of a record says that any utterance is, that of a turn whether it
+    is this one."""
+    asked = {**USER, **WILDCHAT, "toxic": True}
+    fine, bad = ({**ANSWER, **WILDCHAT, "toxic": toxic} for toxic in (False, True))
+    right = documents({"messages": [USER, ANSWER]})
+    assert documents({"messages": [asked, fine], "toxic": True}) == right
+    assert documents({"messages": json.dumps([asked, fine]), "toxic": True}) == right
+    assert documents({"conversation": [asked, fine], "toxic": True}) == right
+    # Without a verdict of the answer, that of the record counts.
+    with pytest.raises(BadLineError, match="`toxic` is True: the answer is one to avoid"):
+        documents({"messages": [asked, ANSWER], "toxic": True})
+    # Whatever the record's field is called, the turn's is obeyed.
+    says = r"messages\[1\]\.toxic is True: the answer is one to avoid, .*: 'a'; leave such records "
+    for beside in ({}, {"toxic": True}, {"flagged": True}, {"toxic": False}):
+        with pytest.raises(BadLineError, match=f'{says}out, or write "weight": 0 in the turn'):
+            documents({"messages": [asked, bad, USER, fine], **beside})
+    with pytest.raises(BadLineError, match=says):
+        documents({"prompt": [USER], "completion": [bad]})
+    # As the line says, it is shown and not learned.
+    (document,) = documents({"messages": [USER, {**bad, "weight": 0}, USER, fine]})
+    assert document.text == theirs(USER, ANSWER, USER, ANSWER)
+    assert len(document.loss_spans) == 1
+    last = RecordReader(ChatTemplate(CHATML, {}), train_on="last")
+    assert last.documents({"messages": [USER, bad, USER, fine]})
+    # Pairs and labels learn to avoid it.
+    assert documents({"prompt": [USER], "chosen": [fine], "rejected": [bad]}, "pairs")
+    assert documents({"messages": [USER, bad], "label": False}, "labels")
+
+
 @pytest.mark.parametrize("form", SINGLE)
 def test_a_score_that_is_not_read_is_named_once(form: str, caplog):
     SEEN.clear()
