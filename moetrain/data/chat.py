@@ -393,6 +393,7 @@ class ChatTemplate:
     ) -> list[Rendered]:
         """Render ``turns``, which have the form that the template takes, to texts with spans."""
         if re.search(r"{%[-+]?\s*generation\b", self.source):
+            self._check_openings(turns, variables, learned)
             return self._marked_documents(turns, variables, learned)
         documents: list[Rendered] = []
         views = [
@@ -475,8 +476,7 @@ class ChatTemplate:
         Raises BadLineError: the text does not begin with the prompt, and does not tell where the
         turn begins; or the template begins another turn behind the last one.
         """
-        opening = _OPENING.search(prompt, max(0, len(prompt) - _LONGEST_OPENING))
-        assert opening is not None  # the match may be empty
+        opening = _opening_in(prompt)
         head = prompt[: opening.start()] if opening[0].strip() else prompt
         thought = _Thought.of(turns[-1], opening)
         turn = f"messages[{len(turns) - 1}]"
@@ -495,9 +495,29 @@ class ChatTemplate:
                 raise BadLineError(f"{said}; give another template in data.chat_template")
             text = prompt + own
         start = len(prompt) if text.startswith(prompt) else len(head)
-        if start < len(prompt) and thought is None and not opening["closed"]:
-            _warn_of_thoughts(opening[0])
+        if start < len(prompt):
+            _warn_of_opening(opening, thought)
         return start, text[:start] + text[start:].rstrip()
+
+    def _check_openings(
+        self, turns: list[Message], variables: Mapping[str, Any], learned: Sequence[int]
+    ) -> None:
+        """Warn of learned turns whose generation prompt ends with a thought that they do not have.
+
+        For templates that mark the text to learn, whose prompts are not rendered otherwise.
+        """
+        switches = {**self.special_tokens, **self.kwargs, **variables, "tools": None}
+        switches = json.dumps({**switches, "documents": None}, default=str)
+        if not _opens_thoughts(self.source, switches):
+            return
+        for i in learned:
+            views = [View(i, add_generation_prompt=True), View(i + 1, add_generation_prompt=False)]
+            with suppress(BadLineError):  # the marked text may be rendered nevertheless
+                prompt, text = self._rendered(turns, variables, views)
+                opening = _opening_in(prompt)
+                begins = text.startswith(prompt[: opening.start()])
+                if begins and opening[0].strip() and not text.startswith(prompt):
+                    _warn_of_opening(opening, _Thought.of(turns[i], opening))
 
     def _own_text(self, turns: list[Message], variables: Mapping[str, Any]) -> str | None:
         """Return the text that the template writes for the last of ``turns`` alone.
@@ -960,14 +980,57 @@ def _owner(probed: str, span: tuple[int, int], turns: Sequence[Mapping[str, Any]
     return next(answers, start)
 
 
-def _warn_of_thoughts(opening: str) -> None:
-    """Warn that answers without a thought are learned, though ``opening`` opens a thought."""
-    warn_once(
-        f"thoughts {opening}",
-        f"generation prompts end with {opening!r}, and answers without a thought are learned as "
-        "the chat template writes them, without a thought; ask the model for such answers with "
-        "thinking off, or give thoughts as reasoning_content",
-    )
+def _opening_in(prompt: str) -> re.Match[str]:
+    """Return the end of a generation prompt that opens or closes a thought. It may be empty."""
+    opening = _OPENING.search(prompt, max(0, len(prompt) - _LONGEST_OPENING))
+    assert opening is not None  # the match may be empty
+    return opening
+
+
+@lru_cache(maxsize=1024)
+def _opens_thoughts(source: str, variables: str) -> bool:
+    """Return whether a generation prompt of the template ``source`` opens or closes a thought.
+
+    ``variables`` are the template's variables, in JSON. A prompt that fails counts as True.
+    """
+    turns = [{"role": "user", "content": "x"}]
+    views = [View(1, add_generation_prompt=True)]
+    try:
+        prompt = next(render(source, turns, json.loads(variables), datetime.now(), views))
+    except TemplateError:
+        return True
+    return _opening_in(prompt)[0].strip() != ""
+
+
+def _warn_of_opening(opening: re.Match[str], thought: "_Thought | None") -> None:
+    """Warn that a turn with ``thought`` is learned, which does not begin as ``opening`` does."""
+    has_thought = thought is not None and thought.text != ""
+    if opening["closed"] and has_thought:
+        _warn_of_thoughts(
+            opening[0],
+            "answers with a thought are learned, which no such prompt begins; ask the model for "
+            "such answers with thinking on (data.chat_template_kwargs), or leave their thoughts "
+            "out",
+        )
+    elif not opening["closed"] and not has_thought:
+        _warn_of_thoughts(
+            opening[0],
+            "answers without a thought are learned as the chat template writes them, without a "
+            "thought; ask the model for such answers with thinking off, or give thoughts as "
+            "reasoning_content",
+        )
+    else:
+        _warn_of_thoughts(
+            opening[0],
+            "answers are learned as the chat template writes them, without this beginning; give "
+            "a template in data.chat_template whose answers begin as its prompts end",
+        )
+
+
+def _warn_of_thoughts(opening: str, learned: str) -> None:
+    """Warn of ``learned``, answers that do not begin with ``opening``, the end of prompts."""
+    kind = f"thoughts {opening} {learned}"
+    warn_once(kind, f"generation prompts end with {opening!r}, and {learned}")
 
 
 _MOST_SHAPES = 1024

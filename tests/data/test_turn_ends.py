@@ -6,8 +6,10 @@ the learned parts in ``[...]``.
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from moetrain.data.chat import BadLineError, ChatTemplate
 from moetrain.data.warned import SEEN
@@ -293,38 +295,71 @@ OFF = """\
 {%- endif -%}"""
 
 
+# Answers never have a thought, and prompts close one.
+PLAIN = OFF.replace("<|answer|></think>", "<|answer|>")
+
+# The template marks what is learned, and its prompts open or close a thought (as TRL's for Qwen3).
+MARKED = """\
+{%- for m in messages -%}
+{%- if m.role == 'assistant' -%}<|answer|>
+{%- generation -%}
+{{- '<think>' + m.reasoning_content + '</think>' if m.reasoning_content }}{{ m.content }}<|end|>
+{%- endgeneration -%}
+{%- else -%}<|user|>{{ m.content }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+<|answer|>{{ {true: '<think>', false: '<think></think>'}.get(enable_thinking) or '' }}
+{%- endif -%}"""
+
+WITHOUT = "answers without a thought are learned as the chat template writes them"
+WITH = "answers with a thought are learned, which no such prompt begins"
+OTHERWISE = "answers are learned as the chat template writes them, without this beginning"
+PLAINLY, THINKS = {"content": "a"}, {"content": "a", "reasoning_content": "t"}
+ON, NO_THINKING = {"enable_thinking": True}, {"enable_thinking": False}
+
+
 @pytest.mark.parametrize(
-    ("source", "variables", "turn", "expected", "warns"),
+    ("source", "variables", "turn", "expected", "warning"),
     [
-        (OPENS, {}, {"content": "a"}, "[<think></think>a<|end|>]", True),
-        (OPENS, {"enable_thinking": False}, {"content": "a"}, "<think></think>[a<|end|>]", False),
-        (OFF, {}, {"content": "a"}, "</think>[a<|end|>]", False),
-        (OFF, {}, {"content": "<think>t</think>a"}, "[<think>t</think>a<|end|>]", False),
-        (OFF, {"thinking": True}, {"content": "t</think>a"}, "<think>[t</think>a<|end|>]", False),
-        (
-            OFF,
-            {"thinking": True},
-            {"content": "a", "reasoning_content": "t"},
-            "<think>[t</think>a<|end|>]",
-            False,
-        ),
+        (OPENS, {}, PLAINLY, "[<think></think>a<|end|>]", WITHOUT),
+        (OPENS, {}, {**PLAINLY, "reasoning_content": ""}, "[<think></think>a<|end|>]", WITHOUT),
+        (OPENS, {}, THINKS, "<think>\n[t\n</think>\na<|end|>]", None),
+        (OPENS, NO_THINKING, PLAINLY, "<think></think>[a<|end|>]", None),
+        (OPENS, NO_THINKING, THINKS, "[<think>\nt\n</think>\na<|end|>]", WITH),
+        (OFF, {}, PLAINLY, "</think>[a<|end|>]", None),
+        (OFF, {}, {"content": "<think>t</think>a"}, "[<think>t</think>a<|end|>]", WITH),
+        (OFF, {"thinking": True}, {"content": "t</think>a"}, "<think>[t</think>a<|end|>]", None),
+        (OFF, {"thinking": True}, THINKS, "<think>[t</think>a<|end|>]", None),
+        (PLAIN, {}, PLAINLY, "[a<|end|>]", OTHERWISE),
+        (DROPS, {}, {"content": "<think>t</think>a"}, "[<think>t</think>a<|end|>]", OTHERWISE),
+        (MARKED, {}, THINKS, "[<think>t</think>a<|end|>]", None),
+        (MARKED, ON, THINKS, "[<think>t</think>a<|end|>]", None),
+        (MARKED, ON, PLAINLY, "[a<|end|>]", WITHOUT),
+        (MARKED, NO_THINKING, THINKS, "[<think>t</think>a<|end|>]", WITH),
+        (MARKED, NO_THINKING, PLAINLY, "[a<|end|>]", OTHERWISE),
     ],
 )
-def test_thoughts_follow_the_variables_of_the_record(
+def test_turns_that_no_generation_prompt_begins_are_named(
     source: str,
     variables: dict[str, bool],
     turn: dict[str, str],
     expected: str,
-    warns: bool,
+    warning: str | None,
     caplog: pytest.LogCaptureFixture,
 ):
+    """There is a warning if the text of the turn does not begin with ``transformers``' prompt."""
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", **turn}]
     SEEN.clear()
     with caplog.at_level("WARNING", logger="moetrain"):
         ((text, ((start, end),)),) = template_of(source).documents(messages, variables)
     marked = f"{text[:start]}[{text[start:end]}]"
     assert re.split(r"<\|(?:answer|assistant)\|>\n?", marked)[1] == expected
-    assert ("answers without a thought are learned" in caplog.text) == warns
+    given: dict[str, Any] = {"add_generation_prompt": True, **variables}
+    (prompt,), _ = render_jinja_template([messages[:1]], chat_template=source, **given)
+    assert text.startswith(prompt) == (warning is None)
+    said = [line for line in caplog.messages if line.startswith("generation prompts end with")]
+    assert [(warning or "none") in line for line in said] == [True] * (warning is not None)
 
 
 @pytest.mark.parametrize(
