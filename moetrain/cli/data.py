@@ -24,9 +24,9 @@ _MOST_ROWS = 1000
 _BAR = 40
 """Number of characters in the longest bar of the histogram."""
 _KINDS = ("desirable", "undesirable")
-_COMPARED = "another record's answer, to compare with"
+_COMPARED = "another record's answer, to compare with, not learned"
 _COLOURS = {"rejected": "red", "undesirable": "red", _COMPARED: "yellow"}
-"""Colours of answers that the run learns to avoid, or only compares with."""
+"""Colours of answers that the run learns to avoid, and of the names of answers to compare with."""
 
 
 @command
@@ -72,7 +72,6 @@ def _describe(console: Console, config: Config, data: Data, rows: Sequence[Row])
         int((row.tokens_S[ends - 1] != data.tokenizer.eos_id).sum())
         for row, (_, ends) in zip(rows, documents, strict=True)
     )
-    learned = sum(int((row.targets_S != IGNORE_INDEX).sum()) for row in rows)
     held_out = "none" if data.eval is None else f"{len(data.eval):,}"
     table = Table(show_header=False, box=None)
     table.add_row("rows to train on", f"{len(data.train):,} of {config.data.seq_len} tokens")
@@ -80,7 +79,11 @@ def _describe(console: Console, config: Config, data: Data, rows: Sequence[Row])
     of_first = "" if len(rows) == len(data.train) else f" (first {len(rows):,} rows)"
     table.add_row("documents or parts" + of_first, f"{len(lengths):,}")
     table.add_row("tokens", f"{tokens:,} ({tokens / (len(rows) * config.data.seq_len):.1%} full)")
-    table.add_row("learned", f"{learned:,} ({learned / max(1, tokens):.1%})")
+    if any(map(_is_ranked, rows)):
+        table.add_row("learned", "each text's reward, read at its last token")
+    else:
+        learned = sum(int((_targets(row) != IGNORE_INDEX).sum()) for row in rows)
+        table.add_row("learned", f"{learned:,} ({learned / max(1, tokens):.1%})")
     table.add_row("cut at a row's end", f"{cut:,}")
     console.print(table)
     console.print("documents by their number of tokens")
@@ -99,11 +102,30 @@ def _documents(row: Row) -> tuple[np.ndarray, np.ndarray]:
     return starts, ends
 
 
+def _is_ranked(row: Row) -> bool:
+    """Return whether ``row`` is a pair whose rewards are compared. No token of it is learned."""
+    return "margin" in row.extra
+
+
+def _targets(row: Row) -> np.ndarray:
+    """Return the targets of ``row`` through which the loss has a gradient.
+
+    KTO computes another record's answer without a gradient, and a reward has no target.
+    """
+    targets_S = row.targets_S
+    if "label" in row.extra:
+        targets_S = np.where(row.extra["label"] == 0, IGNORE_INDEX, targets_S)
+    return np.full_like(targets_S, IGNORE_INDEX) if _is_ranked(row) else targets_S
+
+
 def _sides(row: Row) -> list[str]:
     """Return a name for the answer in each document of ``row``.
 
-    The names are empty if the row holds no preference (:class:`PairDataset`).
+    The names are empty if the row holds no preference (:class:`PairDataset`). A margin stands in
+    the name of the chosen answer.
     """
+    if _is_ranked(row) and (margin := float(row.extra["margin"][0])):
+        return [f"chosen, by a margin of {margin:g}", "rejected"]
     if "label" in row.extra:
         labels = row.extra["label"][np.cumsum(row.lengths) - 1].tolist()
         wanted, other = ("chosen", "rejected") if -1 in labels and 1 in labels else _KINDS
@@ -120,7 +142,8 @@ def _coloured(data: Data, row: Row, sides: Sequence[str], has_colours: bool) -> 
     « ». A document that goes on in the next row ends with that row's first token, which is learned
     here. In a preference, the name of each answer stands before its document.
     """
-    learned_S = np.append(False, row.targets_S[:-1] != IGNORE_INDEX)
+    targets_S = _targets(row)
+    learned_S = np.append(False, targets_S[:-1] != IGNORE_INDEX)
     text = Text()
     for side, start, end in zip(sides, *_documents(row), strict=True):
         colour = _COLOURS.get(side, "green")
@@ -132,9 +155,9 @@ def _coloured(data: Data, row: Row, sides: Sequence[str], has_colours: bool) -> 
             if learned_S[a] and not has_colours:
                 said = f"«{said}»"
             text.append(said, colour if learned_S[a] else "dim")
-        if end == len(row.tokens_S) and row.targets_S[-1] != IGNORE_INDEX:
+        if end == len(row.tokens_S) and targets_S[-1] != IGNORE_INDEX:
             # The first token of the next row, which this row learns.
-            last = [int(row.targets_S[-1])]
+            last = [int(targets_S[-1])]
             said = visible(data.tokenizer.decode(last, skip_special_tokens=False))
             text.append(said if has_colours else f"«{said}»", colour)
         text.append("\n│\n", "cyan")

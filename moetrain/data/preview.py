@@ -7,6 +7,7 @@ since it takes minutes to tokenise a large source. ``moetrain data`` shows these
 from moetrain.config import Config
 from moetrain.data.documents import Document
 from moetrain.data.loader import section_of_rows
+from moetrain.data.records import RecordReader
 from moetrain.data.sources import Source
 from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
 
@@ -56,12 +57,16 @@ def preview(config: Config, vocab_size: int) -> str:
         return "data: synthetic rows"
     tokenizer = load_tokenizer(data.tokenizer, vocab_size, data.new_tokens)
     sections = {"": data} if data.mix is None else data.sources()
-    lines: list[str] = []
+    marks, lines = "what is learned stands in « »", []
+    if is_ranked := RecordReader.kind_of_rows(data) == "ranked":
+        marks = "a text's reward is read at its last token"
     for name, section in sections.items():
         source = Source.of(section, tokenizer)
         first = next(iter(source.documents()), None)
+        if first is not None and is_ranked:
+            first = first._replace(loss_spans=[])
         shown = "it has no document" if first is None else f"the first document: {_marked(first)}"
-        lines.append(f"data{f' {name}' * bool(name)}: what is learned stands in « »; {shown}")
+        lines.append(f"data{f' {name}' * bool(name)}: {marks}; {shown}")
     return "\n".join(lines)
 
 

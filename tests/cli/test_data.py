@@ -6,8 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from moetrain.cli import data as command
+from moetrain.config import Config
+from moetrain.data.loader import build_data
+from moetrain.losses.preference import LOSSES, Scores, Segments, kto_losses
 from tests.lib.data_files import write_lines
 
 
@@ -110,9 +114,9 @@ GOOD, BAD = (
     ("objective", "record", "answers"),
     [
         ("dpo", PAIR, ["chosen 32 Right", "rejected 31 Wrong"]),
-        ("kto", PAIR, ["chosen 32 Right", "rejected 31 Wrong", "another 33 Right"]),
-        ("kto", GOOD, ["desirable 32 Right", "another 33 Right"]),
-        ("kto", BAD, ["undesirable 31 Wrong", "another 33 Wrong"]),
+        ("kto", PAIR, ["chosen 32 Right", "rejected 31 Wrong", "another 2 Right"]),
+        ("kto", GOOD, ["desirable 32 Right", "another 2 Right"]),
+        ("kto", BAD, ["undesirable 31 Wrong", "another 2 Wrong"]),
         ("next_token", PAIR, [" 32 Right"]),
     ],
     ids=["dpo", "kto, a pair", "kto, desirable", "kto, undesirable", "next_token"],
@@ -132,8 +136,56 @@ def test_answers_to_avoid_are_named_and_red(
     assert command.main([str(path), *words]) == 0
     out = capsys.readouterr().out
     name = r"(?:\x1b\[1;\d+m(\w+)[^\x1b]*\x1b\[0m\s+)?"
-    found = re.findall(name + r"\x1b\[2mAsked \x1b\[0m\x1b\[(\d+)m(Right|Wrong)", out)
+    found = re.findall(name + r"\x1b\[2mAsked (?:\x1b\[0m\x1b\[)?(\d+m)?(Right|Wrong)", out)
+    found = [(side, (colour or "2m")[:-1], answer) for side, colour, answer in found]
     assert [" ".join(each) for each in found][: len(answers)] == answers
+
+
+@pytest.mark.parametrize(
+    ("objective", "record", "marked"),
+    [
+        ("kto", PAIR, ["Right", "Wrong"]),
+        ("kto", GOOD, ["Right"]),
+        ("kto", BAD, ["Wrong"]),
+        ("dpo", PAIR, ["Right", "Wrong"]),
+        ("reward", {**PAIR, "margin": 0.5}, []),
+    ],
+)
+def test_what_the_loss_has_a_gradient_of_is_marked_and_counted(
+    objective: str,
+    record: dict,
+    marked: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """KTO only measures a divergence by another record's answer, and a reward has no target."""
+    monkeypatch.setenv("NO_COLOR", "1")
+    path = write_lines(tmp_path / "a.jsonl", record, {**record, "prompt": "Another "})
+    words = ["--data.path", str(path), "--data.seq_len", "64", "--data.cache_dir", str(tmp_path)]
+    words += ["--train.objective", objective, "--data.eval_fraction", "0"]
+    assert command.main(words) == 0
+    shown = capsys.readouterr().out
+    rows = shown.partition("row 0")[2]
+    assert re.findall("«(.*?)»", rows) == 2 * [f"{answer}<|endoftext|>" for answer in marked]
+    assert ("chosen, by a margin of 0.5:" in rows) == (objective == "reward")
+    if objective == "reward":
+        assert "learned             each text's reward, read at its last token" in shown
+        return
+    num_with_gradient = 0
+    train = build_data(Config.load(None, words), 512).train
+    for row in map(train.row, range(2)):
+        ratio_S = torch.zeros(64, requires_grad=True)
+        cu_seqlens, targets_1S = torch.tensor([0, *row.lengths.cumsum()]), row.targets_S[None]
+        labels_1S = torch.as_tensor(row.extra["label"][None]) if objective == "kto" else None
+        segments = Segments.of(ratio_S, torch.as_tensor(targets_1S), cu_seqlens, labels_1S)
+        if objective == "kto":
+            losses = kto_losses(segments, torch.zeros(()), beta=0.1)
+        else:
+            losses = LOSSES[objective](Scores.of_pairs(segments), 0.1, 0.0)
+        (gradient_S,) = torch.autograd.grad(losses.sum(), ratio_S)
+        num_with_gradient += int((gradient_S != 0).sum())
+    assert re.findall(r"learned +([0-9]+) ", shown) == [str(num_with_gradient)]
 
 
 def test_what_a_row_learns_of_the_next_one_is_shown(tmp_path: Path, capsys, monkeypatch):

@@ -38,6 +38,9 @@ def test_a_pair_is_shown_by_its_better_answer(tmp_path, capsys):
     path.write_text(json.dumps(PAIR) + "\n")
     code, line = dry_run(path, capsys, "--train.objective", "dpo")
     assert (code, line.rpartition(": ")[2]) == (0, "q«a»")
+    code, line = dry_run(path, capsys, "--train.objective", "reward")
+    said = "data: a text's reward is read at its last token; the first document: qa"
+    assert (code, line) == (0, said)
 
 
 def test_control_characters_are_shown_as_escapes(tmp_path, capsys):
