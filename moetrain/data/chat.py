@@ -448,7 +448,8 @@ class ChatTemplate:
     @property
     def turn_ends(self) -> TurnEnds:
         """The texts that end an assistant's turn."""
-        variables = tuple(sorted(self.special_tokens.items()))
+        texts = {key: value for key, value in self.kwargs.items() if isinstance(value, str)}
+        variables = tuple(sorted({**self.special_tokens, **texts}.items()))
         return turn_ends(self.source, variables, self.added_tokens)
 
     @property
@@ -879,7 +880,18 @@ class ChatTemplate:
             raise ConfigError("data.chat_template", f"{where}{error}") from None
         except TemplateError as error:
             name = f"chat template {self.file}" if self.file else "chat template"
-            raise BadLineError(f"the {name} fails: {error}") from None
+            raise BadLineError(f"the {name} fails: {error}{_remedy_for(error)}") from None
+
+
+def _remedy_for(error: TemplateError) -> str:
+    """Return what to do about a variable that a template reads and nothing defines, else ""."""
+    undefined = re.fullmatch(r"'(\w+)' is undefined", str(error))
+    if undefined is None:
+        return ""
+    remedy = f'set it in {_KWARGS}, such as {{"{undefined[1]}": "..."}}'
+    if undefined[1].endswith("_token"):
+        remedy = f"name a tokenizer that has it in data.tokenizer or model.path, or {remedy}"
+    return f"; {remedy}"
 
 
 class _Thought(NamedTuple):

@@ -151,8 +151,8 @@ class ByteTokenizer(Tokenizer):
     fingerprint = "byte"
 
     def __init__(self) -> None:
-        self.special_tokens: dict[str, str] = {}
-        self.special_ids: dict[str, int | None] = {}
+        self.special_tokens = {"eos_token": _END_OF_TEXT}
+        self.special_ids = {"eos_token": self.eos_id}
 
     def encode_batch(self, texts: Sequence[str]) -> list[_Encoded]:
         """Encode each text. Ids are uint8."""

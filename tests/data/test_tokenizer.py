@@ -5,16 +5,19 @@ import json
 import os
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import tokenizers
 import transformers
 from tokenizers import models, pre_tokenizers, processors
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from moetrain.config import Config, ConfigError
 from moetrain.data import cache, sources
 from moetrain.data.cache import TokenCache
+from moetrain.data.chat import BadLineError, ChatTemplate
 from moetrain.data.loader import build_data
 from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from tests.lib.tokenizer_files import WORDS, save, save_letters
@@ -159,6 +162,54 @@ def test_conversations_begin_as_their_template_says(
         theirs = peer.apply_chat_template(TURNS, return_dict=False)
         assert row.tokens_S[: row.is_pad_S.argmax()].tolist() == [*theirs, EOS]
     assert row.targets_S[row.targets_S >= 0].tolist()[-1] == EOS
+
+
+WRITES_EOS = "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
+
+
+def test_a_template_writes_the_eos_of_bytes_as_in_transformers(tmp_path: Path):
+    """It is a text of bytes like others. EOS itself ends the document."""
+    for name, content in ByteTokenizer().export(WRITES_EOS).files.items():
+        write(tmp_path, name, str(content))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    template = ChatTemplate(WRITES_EOS, ByteTokenizer().special_tokens)
+    ((text, _),) = template.documents(TURNS)
+    assert text == theirs.apply_chat_template(TURNS, tokenize=False)
+    ids = ByteTokenizer().encode_batch([text])[0].ids.tolist()
+    assert ids == theirs.apply_chat_template(TURNS, return_dict=False)
+
+
+@pytest.mark.parametrize(
+    ("template", "kwargs", "remedy"),
+    [
+        (
+            WRITES_EOS.replace("m.content +", "bos_token + m.content +"),
+            {"bos_token": "<s>"},
+            "'bos_token' is undefined; name a tokenizer that has it in data.tokenizer or "
+            'model.path, or set it in data.chat_template_kwargs, such as {"bos_token": "..."}',
+        ),
+        (
+            WRITES_EOS.replace("m.content +", "(date + ' ' + m.content) +"),
+            {"date": "today"},
+            '\'date\' is undefined; set it in data.chat_template_kwargs, such as {"date": "..."}',
+        ),
+        ("{{ messages[0].name + '' }}", {}, "fails: 'dict object' has no attribute 'name'"),
+    ],
+)
+def test_a_variable_that_is_not_defined_is_named_with_its_cure(
+    template: str, kwargs: dict[str, str], remedy: str
+):
+    special = ByteTokenizer().special_tokens
+    with pytest.raises(BadLineError) as error:
+        ChatTemplate(template, special).documents(TURNS)
+    assert str(error.value).endswith(remedy)
+    if kwargs:
+        cured = ChatTemplate(template, special, kwargs=kwargs)
+        ((text, _),) = cured.documents(TURNS)
+        given: dict[str, Any] = {**special, **kwargs}
+        want, _ = render_jinja_template([TURNS], chat_template=template, **given)
+        assert [text] == want
+        assert cured.stops == ("<|endoftext|>",)
 
 
 @pytest.mark.parametrize(("text", "problem"), [("", "has no tokens"), ("\udcff", "is not text")])
