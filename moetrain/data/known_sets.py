@@ -109,6 +109,8 @@ _JUDGES = re.compile(
     r".*_response_id|(?:overall_|orig_)?preference(?:_strength)?|winner(?:_model_[ab])?|label"
 )
 """Matches names of fields that tell which of two answers is better."""
+_SIGNED_JUDGES = ("overall_preference", "preference_strength")
+"""Judges of HelpSteer3 and HelpSteer2, from -3 (the first answer is much better) to 3."""
 _SCORE_OF_TWO = re.compile(r"(?:conv_)?(?:score|rating|reward)s?_?[012ab]|conv_[ab]_rating", re.I)
 """Matches the score of one of two answers: WebGPT's."""
 _STEP = "\u043a\u0438"
@@ -598,14 +600,16 @@ def _remedy_for_steps(
             return f"`{key}` is a run without roles; write its turns{history} as `messages`"
     if record.get("completions") is not None and isinstance(record.get("labels"), list):
         joined = _AS_IT_IS if isinstance(record.get("prompt"), str) else ""
-        write = f"write the steps of a right answer as one text in `completion`{joined}"
-        write += ", or write both as `instruction` and `output` for a chat" * bool(joined)
+        chat = ", or write both as `instruction` and `output` for a chat" * bool(joined)
         if reads_labels:
-            write = f"write the steps as one text in `completion`{joined}, beside a `label` that "
-            write += "is true if all of them are right, and false if not"
+            write = f"write the steps as one text in `completion`{joined}{chat}, beside a `label` "
+            write += "that is true if all of them are right, and false if not"
         elif reads_pairs:
             write = "write the steps of a right answer as one text in `chosen`, and those of a "
-            write += "wrong answer to the same `prompt` in `rejected`"
+            write += f"wrong answer to the same `prompt` in `rejected`{joined}"
+            write += ", or rename `prompt` to `question` for a chat" * bool(joined)
+        else:
+            write = f"write the steps of a right answer as one text in `completion`{joined}{chat}"
         return (
             "`completions` and `labels` are the steps of one answer with a verdict on each (TRL's "
             "stepwise supervision), which no train.objective learns; leave such records out, or "
@@ -649,6 +653,11 @@ def remedy_for_two(record: Mapping[str, Any]) -> str | None:
     if len([key for key in fields if _OF_TWO.fullmatch(key)]) == 2:
         judges = " or ".join(f"`{key}`" for key in fields if _JUDGES.fullmatch(key))
         names = f", the one that {judges} names," * bool(judges)
+        first, second = (key for key in fields if _OF_TWO.fullmatch(key))
+        signed = [key for key in _SIGNED_JUDGES if isinstance(record.get(key), int | float)]
+        if signed and (first[-1], second[-1]) == ("1", "2"):
+            names = f", `{first}` where `{signed[0]}` is negative and `{second}` where it is "
+            names += "positive (0 is a tie),"
         scores = [f"`{key}`" for key in fields if _SCORE_OF_TWO.fullmatch(key)]
         if not judges and scores:
             names = f", by {' and '.join(scores)},"

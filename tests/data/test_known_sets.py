@@ -513,10 +513,16 @@ def test_other_metadata_is_no_tools(metadata: object):
         ),
         (
             {"prompt": "q", "response_1": "a", "response_2": "b", "preference_strength": 2},
-            "two answers; write the better one, the one that `preference_strength` names, as",
+            "two answers; write the better one, `response_1` where `preference_strength` is "
+            r"negative and `response_2` where it is positive \(0 is a tie\), as `chosen`",
+        ),
+        (  # the cards of HelpSteer2 and HelpSteer3: from -3, the first is much better, to 3
+            {"context": [USER], "response1": "a", "response2": "b", "overall_preference": -1},
+            "two answers; write the better one, `response1` where `overall_preference` is "
+            r"negative and `response2` where it is positive \(0 is a tie\), as `chosen`",
         ),
         (
-            {"context": [USER], "response1": "a", "response2": "b", "overall_preference": -1},
+            {"prompt": "q", "response_a": "a", "response_b": "b", "overall_preference": 1},
             "two answers; write the better one, the one that `overall_preference` names, as",
         ),
         (

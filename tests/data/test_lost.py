@@ -304,11 +304,17 @@ LINES = [
     ("labels", {"prompt": "q", "response": "a", "label": 0}, "; write `response` as `completion`"),
     *((kind, STEPS, "stepwise supervision.*no train.objective learns; leave") for kind in READERS),
     ("one", STEPS, "write the steps of a right answer as one text in `completion`"),
-    ("pairs", STEPS, "steps of a right answer as one text in `chosen`, .*`prompt` in `rejected`"),
+    (
+        "pairs",
+        STEPS,
+        r"steps of a right answer as one text in `chosen`, .*`prompt` in `rejected` \(joined to "
+        r"`prompt` without a separator\), or rename `prompt` to `question` for a chat",
+    ),
     (
         "labels",
         STEPS,
-        r"write the steps as one text in `completion` \(joined .*\), beside a `label` that is true",
+        r"write the steps as one text in `completion` \(joined .*\), or write both as "
+        "`instruction` and `output` for a chat, beside a `label` that is true",
     ),
     ("one", ULTRA, "; write a good one as `output`, or of two the better one as `chosen`"),
     ("pairs", ULTRA, "; write of two answers the better one as `chosen`, the other as `rejected`;"),
@@ -338,10 +344,15 @@ def test_what_these_lines_advise_is_learned():
         for record in (ULTRA, RANKED):
             found = documents({**record, "chosen": "a", "rejected": "b"}, kind)
             assert [document.text for document in found] == chats
+        steps = {"question": "q", "completions": ["a", "b"], "labels": [True, False]}
+        found = documents({**steps, "chosen": "a", "rejected": "b"}, kind)
+        assert [document.text for document in found] == chats
     (document,) = documents({**ULTRA, "output": "a", "label": 0}, "labels")
     assert (document.text, document.label) == (theirs(USER, ANSWER), False)
     (document,) = documents({**STEPS, "completion": "a", "label": False}, "labels")
     assert (document.text, document.label) == ("qa", False)
+    (document,) = documents({"instruction": "q", "output": "a", "label": False}, "labels")
+    assert (document.text, document.label) == (theirs(USER, ANSWER), False)
 
 
 @pytest.mark.parametrize(
