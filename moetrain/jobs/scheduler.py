@@ -103,7 +103,8 @@ class Service(AbstractContextManager["Service"]):
             stack.enter_context(folder.claimed())
             self.session = JobSession(config, arch)
             self.config = self.session.config
-            check_base(self.folder, self.session.base)
+            kinds = {"architecture": type(arch), "lora": type(config.lora)}
+            check_base(self.folder, self.session.base, kinds)
             self._lock = threading.Condition()
             self._last_batch, self.pass_seconds = set[Job](), 0.0
             self._wait_until = math.inf

@@ -178,8 +178,7 @@ class JobSession:
             shutil.rmtree(self._aside, ignore_errors=True)
         self.world.barrier()
         self.base = {
-            # Without the fields of reward models, which jobs do not train.
-            "architecture": arch.model_dump(mode="json", exclude={"num_labels", "pad_token_id"}),
+            "architecture": arch.model_dump(mode="json"),
             "frozen": self.engine.fingerprint,  # collective: now, when every rank is here
             "lora": config.lora.model_dump(mode="json", exclude={"save", "layout"}),
             "moments": config.optim.state_dtype,

@@ -32,12 +32,14 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NamedTuple, get_args
 
+from pydantic import BaseModel
 from pydantic_core import to_json
 
 from moetrain.checkpoint.read import holds_seal, list_checkpoints, sealed, step_of
 from moetrain.config import ConfigError
 from moetrain.config.files import fsync, remove_temporaries, write_durably
 from moetrain.config.sources import shortened
+from moetrain.config.versions import with_defaults
 from moetrain.jobs.api import KINDS, JobRequest, Limits, Pass, Refused
 from moetrain.train.run_folder import RunFolder
 
@@ -62,11 +64,12 @@ class DamagedJob(Refused):
         super().__init__(f"{name} is damaged: {' '.join(str(why).split())}")
 
 
-def check_base(folder: Path, mine: Mapping[str, Any]) -> None:
+def check_base(folder: Path, mine: Mapping[str, Any], kinds: Mapping[str, type[BaseModel]]) -> None:
     """Raise ConfigError if the jobs in ``folder`` depend on another base than ``mine``.
 
     The base is all that a job's state depends on, such as the frozen weights. It is written to a
-    new folder.
+    new folder. ``kinds``: the classes of the parts of it that are dumps, which an older version may
+    have written without fields that are new.
     """
     path = folder / "base.json"
     if not path.exists():
@@ -79,8 +82,11 @@ def check_base(folder: Path, mine: Mapping[str, Any]) -> None:
             f"in {str(folder)!r} {error}; restore the file, or remove it if model, lora and "
             "optim.state_dtype are as they were for the folder's jobs",
         ) from None
-    for key in mine:
-        if theirs.get(key) != mine[key]:
+    for key, value in mine.items():
+        other = theirs.get(key)
+        if key in kinds and isinstance(other, dict):
+            value, other = (with_defaults(kinds[key], dump) for dump in (value, other))
+        if value != other:
             setting = {"lora": "lora", "moments": "optim.state_dtype"}.get(key, "model")
             problem = f"{str(folder)!r} has jobs of another base ({key} differs)"
             remedy = f"set {setting} as it was, or choose another folder"

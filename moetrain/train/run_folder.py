@@ -32,6 +32,7 @@ from moetrain.config.environment import launched_place
 from moetrain.config.files import disk_remedy
 from moetrain.config.locks import LockHeldError, file_lock
 from moetrain.config.sources import RunFailed, shortened
+from moetrain.config.versions import with_defaults
 from moetrain.models.architecture import Architecture
 from moetrain.parallel.world import World
 
@@ -380,7 +381,8 @@ class RunFolder:
         if path is None:
             return None
         found = read.open_checkpoint(path)
-        mine, theirs = arch.model_dump(mode="json"), found.state["architecture"]
+        mine = arch.model_dump(mode="json")
+        theirs = with_defaults(type(arch), found.state["architecture"])
         for key in {**mine, **theirs}:
             if mine.get(key) != theirs.get(key):
                 raise ConfigError(

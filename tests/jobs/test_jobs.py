@@ -664,6 +664,20 @@ def test_the_folder_has_one_base(tmp_path):
         Service(config_of(tmp_path))
 
 
+def test_a_folder_of_an_older_version_has_no_values_for_newer_fields(tmp_path):
+    path = tmp_path / "base.json"
+    Service(config_of(tmp_path)).close()
+    base = store.read_sealed(tmp_path, path.name)
+    for part, field in (("architecture", "rope_layers"), ("lora", "use_dora")):
+        del base[part][field]
+    store.write_sealed(path, base)
+    Service(config_of(tmp_path)).close()
+    base["architecture"]["rope_layers"] = [False]
+    store.write_sealed(path, base)
+    with pytest.raises(ConfigError, match=r"another base.*architecture differs"):
+        Service(config_of(tmp_path))
+
+
 def test_a_damaged_job_fails_alone(tmp_path, alone):
     service = Service(config_of(tmp_path, "jobs.save_interval=1"))
     bad, good = new(service, 4), new(service, 0)

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import moetrain.kernels
 from moetrain.kernels.experts.products import grouped_mm, grouped_weight_grad
+from moetrain.kernels.experts.swiglu import GATES
 from moetrain.kernels.optim.reduction import sum_chunks
 from tests.lib.dispatched_ops import Ops
 from tests.lib.kernel_cases import devices
@@ -69,7 +70,7 @@ EXPERTS = [spec.name for spec in SPECS if spec.name.endswith(ENDINGS)]
 ACTIVATIONS = [
     spec.name
     for spec in SPECS
-    if re.match("swiglu(_gelu|_silu.*)?$|relu2|clamped_swiglu", spec.name)
+    if re.match(rf"swiglu(_({'|'.join(GATES)}).*)?$|relu2|clamped_swiglu", spec.name)
 ]
 every_case = pytest.mark.parametrize(
     ("spec", "case", "dtype"),

@@ -384,6 +384,28 @@ def test_data_that_changed_under_a_finished_run_is_an_error(tiny, tmp_path, capl
     assert not caplog.records
 
 
+def test_a_checkpoint_of_an_older_version_names_no_newer_fields(tiny, monkeypatch):
+    made = fit(tiny("train.steps=1"))
+    newer = {}
+
+    def opened(*args, **words):
+        found = open_checkpoint(*args, **words)
+        fields = found.state["architecture"]
+        del fields["rope_layers"], fields["num_labels"]
+        fields.update(newer)
+        return found
+
+    monkeypatch.setattr("moetrain.checkpoint.read.open_checkpoint", opened)
+    newer["rope_layers"] = [False]
+    with pytest.raises(
+        ConfigError, match=r"another model \(rope_layers \[False\], this run's \[\]"
+    ):
+        Trainer(tiny("train.steps=2"))
+    newer.clear()
+    assert fit(tiny("train.steps=2")).step == 2
+    assert (made.folder / "checkpoints" / "step-00000002").exists()
+
+
 @pytest.mark.tier("long")
 def test_weights_that_changed_under_a_finished_run_are_an_error(tiny, tiny_words, tmp_path, caplog):
     words = ["train.steps=1", "data.tokenizer=byte", "train.epochs=none", "checkpoint.save_hf=yes"]
