@@ -147,8 +147,12 @@ class Config(Section):
         return key in (getattr(self, section) if section else self).model_fields_set
 
     def is_users(self, name: str) -> bool:
-        """Return True if a user has set ``name``; a recipe's proposal does not count."""
-        return not self._origins.get(name, Reader.PROPOSED).startswith(Reader.PROPOSED)
+        """Return True if a user has set ``name``.
+
+        A recipe's proposal does not count, nor what follows from other settings.
+        """
+        origin = self._origins.get(name, Reader.PROPOSED)
+        return not origin.startswith((Reader.PROPOSED, Reader.DERIVED))
 
     def filled(self, values: Mapping[str, object], origin: str) -> Self:
         """Return a copy with ``values``, by dotted name, from the source ``origin``."""
@@ -183,7 +187,7 @@ class Config(Section):
             name, why, advised = found
             if self.is_users(name):
                 raise ConfigError(name, f"{why}; {advised}")
-            config = config.filled({name: default[name]}, f"as {why}")
+            config = config.filled({name: default[name]}, f"{Reader.DERIVED}{why}")
 
     @property
     def origins(self) -> dict[str, str]:

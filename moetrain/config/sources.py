@@ -134,7 +134,10 @@ class Reader(Generic[_C]):
     """Reads settings for a config class. Each field of the class is a section or a setting."""
 
     PROPOSED = "recipe "
-    """An origin that begins with this text is a recipe. All other origins are a user's."""
+    """An origin that begins with this text is a recipe."""
+    DERIVED = "as "
+    """An origin that begins with this text is what other settings say: nobody gave the value. All
+    other origins are a user's."""
 
     def __init__(self, config: type[_C]) -> None:
         self._config = config
@@ -360,7 +363,7 @@ def _source_of_path(layers: _Layers) -> _Layers:
     values = _flat(layers)
     users = _flat({k: x for k, x in layers.items() if not k.startswith(Reader.PROPOSED)})
     if users.get("data.mix") is not None and "data.source" not in users:
-        return {"as data.mix is set": {"data.source": "records"}}
+        return {f"{Reader.DERIVED}data.mix is set": {"data.source": "records"}}
     path, reads_files = values.get("data.path"), values.get("data.source") in {*_SOURCE_OF.values()}
     if path is None or reads_files or "data.path" not in users or "data.source" in users:
         return {}
@@ -489,7 +492,7 @@ def _merged(layers: _Layers) -> tuple[dict[str, object], dict[str, str]]:
         if set_names:
             kept = max(set_names, key=lambda name: is_users[name])
             dropped = pair[1 - pair.index(kept)]
-            values[dropped], origins[dropped] = None, f"as {kept} is set"
+            values[dropped], origins[dropped] = None, f"{Reader.DERIVED}{kept} is set"
     return values, origins
 
 

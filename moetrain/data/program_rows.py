@@ -132,13 +132,13 @@ def data_of_rows(rows: Any, held_out: Any, config: Config, vocab_size: int) -> D
     nothing can be sampled from ``train.sample_prompt``.
     """
     for name in _OF_TEXT:
-        if config.is_users(f"data.{name}"):
+        if config.is_users(f"data.{name}") and getattr(config.data, name) is not None:
             problem = "set, but the program gives rows (data=); leave one of them out"
             raise ConfigError(f"data.{name}", problem)
     tokenizer = load_tokenizer(config.data.tokenizer, new_tokens=config.data.new_tokens)
     if config.is_set("data.tokenizer"):
         check_prompt(config, tokenizer)
-    elif config.is_users("train.sample_prompt"):
+    elif config.is_users("train.sample_prompt") and config.train.sample_prompt is not None:
         problem = "set, but it needs a tokenizer, and rows that a program gives (data=) have none"
         remedy = "name the model's in data.tokenizer, or unset it"
         raise ConfigError("train.sample_prompt", f"{problem}; {remedy}")

@@ -146,6 +146,13 @@ def test_rows_need_no_tokenizer(own, tmp_path):
         Trainer(config.filled({"data.packing": "whole"}, "a program"), data=rows_of(2))
 
 
+@pytest.mark.parametrize("word", ["train.sample_tokens=0", "train.sample_prompt=none"])
+def test_what_a_recipe_proposes_or_a_user_unsets_does_not_contradict_rows(word, tmp_path):
+    words = [word, "train.steps=1", f"output_dir={tmp_path}", f"data.seq_len={SIZE}"]
+    config = Config.load(None, [*words, "model.num_layers=1"], environ={})
+    Trainer(config, data=rows_of(2))
+
+
 def test_held_out_rows_without_a_target_are_left_out_of_the_mean(own, tmp_path, capsys):
     silent = [{"input_ids": row, "labels": [-100] * SIZE} for row in rows_of(3, seed=1)]
     found = {}
