@@ -12,9 +12,9 @@ Left out on purpose: records that differ from the published records of their set
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from moetrain.config.sources import shortened
 from moetrain.data.lost import (
@@ -44,7 +44,7 @@ from moetrain.data.messages import (
     value_in,
     words_of,
 )
-from moetrain.data.tools import are_tools
+from moetrain.data.tools import are_tools, names_of_tools
 
 _GLAIVE_TURN = re.compile(r"(?:\A|\n\n)\s*(USER|ASSISTANT|FUNCTION RESPONSE):")
 _GLAIVE_ROLES = {"USER": "user", "ASSISTANT": "assistant", "FUNCTION RESPONSE": "tool"}
@@ -132,6 +132,17 @@ _WORSE = re.compile(
 _SEVERAL = ("answers", "completions", "generations", "responses", "summaries")
 """Fields with a list of answers: Nectar's and Stack Exchange's, UltraFeedback's, distilabel's, and
 those of OpenAI's comparisons of summaries."""
+_OF_TOOLS = {"tool", "tools", "function", "functions", "api", "apis"}
+"""Words in the names of lists of tools."""
+_SEVERAL_QUESTIONS = {"questions", "queries", "instructions", "inputs", "prompts"}
+"""Fields with a list of questions."""
+_HOLDERS = {
+    *("data", "records", "rows", "examples", "items", "instances", "entries", "samples", "dataset"),
+    *("train", "training", "dev", "valid", "validation", "test"),
+}
+"""Fields of a file's object that hold its records: SQuAD's and CoQA's ``data``."""
+_TEXTS_OF_ROUNDS = ("input_text", "text", "content", "question", "answer", "texts")
+"""Keys of a question's or an answer's text in such a list: CoQA's."""
 _OF_POLICY = (
     "let a policy answer it for a reward: moetrain rl reads `prompt` or `messages` from rl.prompts"
 )
@@ -166,7 +177,9 @@ _LISTS_OF_TEXTS = {
 """Fields that hold the texts of a dialogue: in DailyDialog, SODA, UltraChat, PIPPA and MOSS."""
 _LISTS_OF_TURNS = _LISTS_OF_TEXTS - {"data"}
 """Of these, those whose questions and answers are turns and no records."""
-_ASKED_IN_RECORDS = ("input", "question", "query", "problem", "inputs", "prompt", "instruction")
+_ASKED_IN_RECORDS = (
+    *("input", "question", "query", "problem", "inputs", "prompt", "instruction", "user", "human"),
+)
 """Names of a question in a list of records, the likeliest first."""
 _OF_EXAMPLES = {"example", "examples", "negative", "demonstration", "demonstrations"}
 """Words in the names of lists of records that only show what is meant."""
@@ -546,7 +559,8 @@ def remedy_for(
         reads_labels: True: single answers with a label are learned too, both good and bad ones.
     """
     said = (
-        _remedy_for_steps(record, reads_pairs, reads_labels)
+        (None if reads_pairs else _remedy_for_rounds(record))
+        or _remedy_for_steps(record, reads_pairs, reads_labels)
         or remedy_for_two(record)
         or _remedy_for_several(record, reads_pairs, reads_labels)
     )
@@ -567,6 +581,7 @@ def remedy_for(
         or _remedy_for_response(record, reads_labels)
         or _remedy_for_records(record)
         or _remedy_for_tree(record)
+        or _remedy_for_file(record)
         or (None if _asked(record) else _remedy_for_texts(record))
         or _remedy_for_objects(record)
         or _remedy_for_question(record)
@@ -901,36 +916,38 @@ def _question_in(entry: Mapping[str, Any]) -> str | None:
 def _remedy_for_records(record: Mapping[str, Any]) -> str | None:
     """Return the advice for a list of questions with their answers, which are records themselves:
     self-instruct's ``instances``, Natural Instructions' ``Instances``."""
-    lists: dict[str, tuple[str, str]] = {}
-    for key, value in record.items():
-        first = value[0] if isinstance(value, list) and value else None
-        if not isinstance(first, dict) or is_dialogue(value) or are_tools(value):
-            continue
-        question, answer = _question_in(first), _answer_key(first)
-        if question and answer and key.lower() not in _LISTS_OF_TURNS:
-            lists[key] = question, answer
+    lists = [each for each in _lists_in(record) if _question_in(each.first) and each.answer]
+    lists = [each for each in lists if each.name.lower() not in _LISTS_OF_TURNS]
     if not lists:
         return None
     # Natural Instructions has two lists of examples too, which are shorter.
-    key = max(lists, key=lambda key: (words_of(key).isdisjoint(_OF_EXAMPLES), len(record[key])))
-    question, answer = lists[key]
-    first = record[key][0]
+    found = max(
+        lists,
+        key=lambda each: (
+            -len(each.within),
+            words_of(each.name).isdisjoint(_OF_EXAMPLES),
+            each.length,
+        ),
+    )
+    first, question, answer = found.first, _question_in(found.first) or "", found.answer or ""
+    key, names = found.place, {each.name for each in lists}
     shared = [
-        name
-        for name, value in record.items()
-        if name not in lists
+        f"the `{name}` of {place}"
+        for place, outer in found.within
+        for name, value in outer.items()
+        if name not in names
         and _is_text(value[0] if isinstance(value, list) and len(value) == 1 else value)
         and not words_of(name).isdisjoint(_ASKING | PASSAGES | {"definition"})
         and not describes(name, value)
     ]
-    where = f"the `{shared[0]}` of the record" if shared else ""
+    where = " and ".join(shared)
     if not where:
         fields = [f"`{question}` as `instruction`"] * (question != "instruction")
     elif question == "instruction":
         fields = [f"{where} before `instruction`"]
     else:
         fields = [f"{where} as `instruction`", f"`{question}` as `input`"]
-    several = "one text of " * isinstance(first[answer], list)
+    several = "one text of " * isinstance(first[answer.partition("[")[0]], list)
     fields += [f"{several}`{answer}` as `output`"] * bool(several or answer != "output" or where)
     *before, last = fields or [""]
     write = "write each of them as a line" + ", with " * bool(last)
@@ -939,6 +956,118 @@ def _remedy_for_records(record: Mapping[str, Any]) -> str | None:
         f"`{key}` holds records with `{question}` and `{answer}`; {write}, or, if each follows "
         "from those before it, write all as the turns of `messages`"
     )
+
+
+class _ListOfRecords(NamedTuple):
+    """A list of objects in a record."""
+
+    place: str
+    """Its place, such as ``data[].paragraphs[].qas``."""
+    name: str
+    """Its field, the last one of the place."""
+    first: dict[str, Any]
+    """Its first object."""
+    length: int
+    within: list[tuple[str, Mapping[str, Any]]]
+    """The objects around it, the outer ones first, each behind the words for its place."""
+
+    @property
+    def answer(self) -> str | None:
+        """The place of the answer in the first object."""
+        if (key := _answer_key(self.first)) is not None:
+            return key
+        named = (key for key in self.first if key.lower() in _SEVERAL)  # SQuAD's `answers`
+        places = {key: _place_of_answer(key, self.first[key]) for key in named}
+        return next((place for key, place in places.items() if place != key), None)
+
+
+_DEEPEST = 3
+"""Most lists within one another in which records are looked for: SQuAD's."""
+
+
+def _lists_in(
+    record: Mapping[str, Any], place: str = "", within: Sequence[tuple[str, Any]] = ()
+) -> Iterator[_ListOfRecords]:
+    """Yield the lists of objects in a record, and those in the first object of each."""
+    around = [*within, (f"`{place[:-1]}`" if place else "the record", record)]
+    for key, value in record.items():
+        if not _is_list_of_objects(key, record) or is_dialogue(value):
+            continue
+        yield _ListOfRecords(place + key, key, value[0], len(value), around)
+        if len(around) < _DEEPEST:
+            yield from _lists_in(value[0], f"{place}{key}[].", around)
+
+
+def _remedy_for_rounds(record: Mapping[str, Any]) -> str | None:
+    """Return the advice for a list of questions beside one of as many answers: CoQA's."""
+    lists = {key: found for key in record if (found := _list_of_texts(key, record[key]))}
+    asked = [key for key in lists if key.lower() in _SEVERAL_QUESTIONS]
+    said = [
+        key
+        for key in lists
+        if key.lower() in _SEVERAL and asked and len(lists[key][1]) == len(lists[asked[0]][1]) > 1
+    ]
+    if not said:
+        return None
+    passages = [key for key in record if key.lower() in PASSAGES and _is_text(record[key])]
+    also = f", with {_all_of(passages)} at the beginning of the first question" * bool(passages)
+    question, answer = lists[asked[0]][0], lists[said[0]][0]
+    return (
+        f"`{asked[0]}` and `{said[0]}` are as many, as the turns of a dialogue; write "
+        f"`{question}` as turns of the user and `{answer}` as those of the assistant, one after "
+        f"the other, as `messages`{also}"
+    )
+
+
+def _list_of_texts(key: str, value: object) -> tuple[str, list[str]] | None:
+    """Return the place of a list of texts, and the texts. None: the field ``key`` holds none.
+
+    It may be a list of objects with a text each, or an object of columns, as tables have it.
+    """
+    if isinstance(value, list) and _are_texts(value):
+        return f"{key}[]", value
+    if isinstance(value, list) and _are_objects(value):
+        name = next((name for name in _TEXTS_OF_ROUNDS if name in value[0]), None)
+        texts = [each.get(name) for each in value]
+        return (f"{key}[].{name}", texts) if name and all(map(_is_text, texts)) else None
+    if isinstance(value, dict):
+        name = next((name for name in _TEXTS_OF_ROUNDS if _are_texts(value.get(name))), None)
+        return (f"{key}.{name}[]", value[name]) if name else None
+    return None
+
+
+def _remedy_for_file(record: Mapping[str, Any]) -> str | None:
+    """Return the advice for an object that holds the records of a whole file.
+
+    It has them in one list beside fields that describe the file, or each under its id (PubMedQA).
+    """
+    inner = [*record.values()]
+    are_objects = inner and all(isinstance(each, dict) and each for each in inner)
+    if are_objects:
+        alike = all(not each.keys().isdisjoint(inner[0]) for each in inner)
+        is_column = all(key.isdigit() for key in inner[0])
+        are_ids = all(re.search(r"\d", key) for key in record)
+        if (len(record) > 2 and alike and not is_column) or (are_ids and alike):
+            key = next(iter(record))
+            said = f"its fields, such as `{key}`, seem to be the records; write the value of each "
+            return f"{said}as a line{_of_each(inner[0])}"
+    lists = [each for each in _lists_in(record) if len(each.within) == 1]
+    others = record.keys() - {each.name for each in lists}
+    lists = [each for each in lists if each.name.lower() in _HOLDERS]
+    if not lists or not all(describes(key, record[key]) for key in others):
+        return None
+    found = max(lists, key=lambda each: each.length)
+    if {"role", "from"} & found.first.keys():
+        return None
+    said = f"`{found.place}` seems to hold the records; write each of them as a line"
+    return said + _of_each(found.first)
+
+
+def _of_each(record: Mapping[str, Any]) -> str:
+    """Return the advice for each record of a file, as the end of a sentence."""
+    read = {"messages", "conversations", "text", "instruction", "chosen"}
+    remedy = None if not read.isdisjoint(record) else remedy_for(record)
+    return f"; of each, {remedy}" if remedy else ""
 
 
 def _names_answer(key: str, value: object) -> bool:
@@ -1117,7 +1246,13 @@ def _are_texts(value: object) -> bool:
 
 
 def _is_list_of_objects(key: str, record: Mapping[str, Any]) -> bool:
-    return _are_objects(record[key]) and not are_tools(record[key])
+    """Return whether the field ``key`` is a list of objects that are no tools."""
+    value = record[key]
+    if not _are_objects(value):
+        return False
+    # CoQA's records have a `name`, as tools do.
+    are_named = are_tools(value) and not words_of(key).isdisjoint(_OF_TOOLS)
+    return not are_named and not names_of_tools(value)
 
 
 def _are_objects(value: object) -> bool:

@@ -39,6 +39,8 @@ from moetrain.data.messages import (
     is_dialogue,
     is_mask,
     is_said,
+    lost_media,
+    media_of,
     read_messages,
     refuse_masks_of_record,
     role_of,
@@ -207,6 +209,7 @@ class RecordReader:
             if self.form == "preference":
                 _refuse_empty_side(record)
             if missing and self.reads_pairs:
+                _refuse_media(record)
                 said = f"no {missing[0]!r}, so it is no pair of answers: {shortened(record)}"
                 remedy = remedy_for(record, reads_pairs=True)
                 answers = ("messages", "sharegpt", "completion", "alpaca")
@@ -228,6 +231,7 @@ class RecordReader:
             if fields.issuperset(self._needed(name)) and _FORMS[name].takes(record):
                 return name
         _refuse_empty_side(record)
+        _refuse_media(record)
         known = ", ".join(f"{name} ({', '.join(self._needed(name))})" for name in _FORMS)
         remedy = remedy_for(record, reads_labels=self.reads_labels) or self._nearest(record)
         raise BadLineError(
@@ -517,6 +521,17 @@ def _warn_of_written_turns(record: Mapping[str, Any]) -> None:
                 f"`{key}` of records is the text of messages, and is taken as this text: "
                 f"{shortened(text)}; write the messages themselves as `messages` if they are meant",
             )
+
+
+def _refuse_media(record: Mapping[str, Any]) -> None:
+    """Raise BadLineError if a record of no known form, or of a list within it the first one, has
+    pictures, films or sounds: the_cauldron's."""
+    if (key := media_of(record)) is not None:
+        raise lost_media(f"`{key}`", record[key])
+    for name, value in record.items():
+        first = value[0] if isinstance(value, list) and value else None
+        if isinstance(first, dict) and (key := media_of(first)) is not None:
+            raise lost_media(f"{name}[0].{key}", first[key])
 
 
 def _refuse_empty_side(record: Mapping[str, Any]) -> None:

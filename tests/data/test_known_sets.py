@@ -615,6 +615,13 @@ OF_S1K = {**S1K, "instruction": "q", "output": "a"}
 S1K |= {"gemini_thinking_trajectory": "g", "deepseek_thinking_trajectory": "t"}
 DAPO = {"prompt": "q", "solution": "a", "source_prompt": [USER], "ability": "MATH"}
 """Fields of s1K-1.1 and of DAPO-Math-17k-Processed, after their cards."""
+COQA = {
+    "name": "n.txt",  # which tools have too
+    "source": "wikipedia",
+    "story": "s",
+    "questions": [{"input_text": "q", "turn_id": i} for i in (1, 2)],
+    "answers": [{"input_text": "a", "span_text": "a b", "turn_id": i} for i in (1, 2)],
+}
 FOLLOWED = [
     (ULTRA, "write a good one as `output`, or", {**ULTRA, "output": "a"}, [CHAT]),
     (ULTRA, "better one as `chosen`, the other as `rejected`, or name", {**ULTRA, **BOTH}, 0),
@@ -1049,6 +1056,80 @@ FOLLOWED = [
         {"prompt": [USER], "completion": "a"},
         [CHAT],
     ),
+    (  # SQuAD's file
+        {
+            "version": "1.1",
+            "data": [
+                {
+                    "title": "t",
+                    "paragraphs": [
+                        {
+                            "context": "c",
+                            "qas": [
+                                {
+                                    "id": "1",
+                                    "question": "q",
+                                    "answers": [{"text": "a", "answer_start": 0}],
+                                }
+                            ],
+                        }
+                    ],
+                }
+            ],
+        },
+        r"`data\[\]\.paragraphs\[\]\.qas` holds records with `question` and `answers\[\]\.text`; "
+        r"write each of them as a line, with the `context` of `data\[\]\.paragraphs\[\]` as "
+        r"`instruction`, `question` as `input` and one text of `answers\[\]\.text` as `output`, or",
+        {"instruction": "c", "input": "q", "output": "a"},
+        [theirs([{"role": "user", "content": "c\n\nq"}, ANSWER])],
+    ),
+    (  # CoQA's file
+        {"version": "1.0", "data": [COQA]},
+        "`data` seems to hold the records; write each of them as a line; of each, `questions` and "
+        "`answers` are as many, as the turns of a dialogue; write "
+        r"`questions\[\]\.input_text` as turns of the user and `answers\[\]\.input_text` as those "
+        "of the assistant, one after the other, as `messages`, with `story` at the beginning of "
+        "the first question",
+        {"messages": [{"role": "user", "content": "s\nq"}, ANSWER, USER, ANSWER]},
+        [theirs([{"role": "user", "content": "s\nq"}, ANSWER, USER, ANSWER])],
+    ),
+    (  # CoQA's table
+        {
+            "story": "s",
+            "questions": ["q", "q"],
+            "answers": {"input_text": ["a", "a"], "answer_start": [0, 1]},
+        },
+        r"write `questions\[\]` as turns of the user and `answers\.input_text\[\]` as those of",
+        {"messages": [{"role": "user", "content": "s\nq"}, ANSWER, USER, ANSWER]},
+        [theirs([{"role": "user", "content": "s\nq"}, ANSWER, USER, ANSWER])],
+    ),
+    (  # PubMedQA's ori_pqal.json
+        {
+            "21645374": {
+                "QUESTION": "q",
+                "CONTEXTS": ["c"],
+                "final_decision": "yes",
+                "LONG_ANSWER": "a",
+            }
+        },
+        "its fields, such as `21645374`, seem to be the records; write the value of each as a line"
+        "; of each, write `QUESTION` with `CONTEXTS` as `instruction` and `LONG_ANSWER` as `out",
+        {"instruction": "c\n\nq", "output": "a"},
+        [theirs([{"role": "user", "content": "c\n\nq"}, ANSWER])],
+    ),
+    (
+        {"rows": [{"messages": [USER, ANSWER]}], "version": 2},
+        "`rows` seems to hold the records; write each of them as a line, or name",
+        {"messages": [USER, ANSWER]},
+        [CHAT],
+    ),
+    (  # the_cauldron's records without a picture
+        {"images": [], "texts": [{"user": "q", "assistant": "a", "source": "x"}]},
+        "`texts` holds records with `user` and `assistant`; write each of them as a line, with "
+        "`user` as `instruction` and `assistant` as `output`, or",
+        {"instruction": "q", "output": "a"},
+        [CHAT],
+    ),
     (
         {"query": "q", "tools": "[]", "answers": "[a"},
         "write it with a JSON library",
@@ -1224,3 +1305,37 @@ def test_the_same_answer_twice_is_one():
 def test_a_text_that_is_named_stays_one():
     (document,) = documents(glaive(glaive_chat(GLAIVE_CALL)), text_field="chat")
     assert document.text == glaive_chat(GLAIVE_CALL)
+
+
+IMAGE = {"bytes": b"PNG", "path": None}
+
+
+@pytest.mark.parametrize(
+    ("record", "place"),
+    [
+        ({"images": [IMAGE], "texts": [{"user": "q", "assistant": "a"}]}, "`images`"),
+        ({"images": [IMAGE], "texts": [{"user": "q", "assistant": "a"}] * 2}, "`images`"),
+        ({"qa": [{"question": "q", "answer": "a", "image": IMAGE}]}, r"qa\[0\]\.image"),
+        ({"image": IMAGE, "label": 3}, "`image`"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("pairs", [False, True])
+def test_pictures_are_named_before_anything_else(record: dict, place: str, pairs: bool):
+    """the_cauldron's and FineVision's questions are about the pictures of their record."""
+    with pytest.raises(BadLineError, match=f"^{place} is no text, and would be lost: .*; leave su"):
+        documents(record, pairs)
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        ({"questions": ["q"], "answers": ["a", "b"]}, "several answers in `answers`"),
+        ({"input": {"question": "q"}, "output": {"answer": "a"}}, "`input` is an object; write"),
+        ({"entities": [{"word": "Paris"}], "id": "3"}, "if `entities` is a dialogue, write its"),
+    ],
+    ids=str,
+)
+def test_other_objects_are_no_file_and_no_dialogue(record: dict, says: str):
+    with pytest.raises(BadLineError, match=says):
+        documents(record)
