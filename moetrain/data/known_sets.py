@@ -134,6 +134,8 @@ _SEVERAL = ("answers", "completions", "generations", "responses", "summaries")
 those of OpenAI's comparisons of summaries."""
 _OF_TOOLS = {"tool", "tools", "function", "functions", "api", "apis"}
 """Words in the names of lists of tools."""
+_TURNS_IN_OBJECTS = ("messages", "input", "prompt", "conversation", "conversations")
+"""Keys of the turns of a question in an object: those of a request."""
 _SEVERAL_QUESTIONS = {"questions", "queries", "instructions", "inputs", "prompts"}
 """Fields with a list of questions."""
 _HOLDERS = {
@@ -1149,8 +1151,22 @@ def _remedy_for_objects(record: Mapping[str, Any]) -> str | None:
     """
     objects = {key: value for key, value in record.items() if isinstance(value, dict)}
     for key, value in objects.items():
-        if is_dialogue(value.get("messages")):
-            return f"`{key}` has `messages`; write them, with the answer, outside of it"
+        name = next((name for name in _TURNS_IN_OBJECTS if is_dialogue(value.get(name))), None)
+        if name is not None:  # NeMo-Gym's `responses_create_params` has tools too
+            others = [x for x in record if x != key and not describes(x, record[x])]
+            said = [x for x in others if _names_result(x) or x.lower() in _ANSWERS]
+            answer = ","
+            if said:
+                answer = f", perhaps `{_place_of_answer(said[0], record[said[0]])}`,"
+                if _are_calls(record[said[0]]):
+                    answer = f", perhaps the calls in `{said[0]}` as its `tool_calls`,"
+            tools = value.get("tools")
+            are_there = isinstance(tools, list) and tools and are_tools(tools)
+            return (
+                f"write `{key}.{name}` and after it the answer{answer} as `messages`"
+                + f" and `{key}.tools` as `tools`" * bool(are_there)
+                + f", or {_OF_POLICY}" * (not any(map(_names_result, said)))
+            )
     for key, value in objects.items():
         texts = [name for name in value if _is_text(value[name])]
         if key.lower() not in ("input", *_QUESTIONS) or not texts:
@@ -1164,6 +1180,12 @@ def _remedy_for_objects(record: Mapping[str, Any]) -> str | None:
             f"{answer} as `output`" + f", or {_OF_POLICY}" * (not said)
         )
     return None
+
+
+def _are_calls(value: object) -> bool:
+    """Return whether a value is a list of calls, each a name with its arguments."""
+    calls = value if isinstance(value, list) and _are_objects(value) else []
+    return bool(calls) and all({"name", "arguments"} <= call.keys() for call in calls)
 
 
 def _names_result(key: str) -> bool:

@@ -5,6 +5,7 @@ messages.
 """
 
 import json
+from typing import Any
 
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -14,6 +15,7 @@ from moetrain.data.records import RecordReader
 from moetrain.data.tokenizer import ByteTokenizer
 from moetrain.data.warned import SEEN
 from moetrain.rl.envs import Prompts
+from moetrain.rl.envs.lines import advice_for_prompt
 from moetrain.rl.envs.shipped import Jsonl
 
 FUNCTION = {
@@ -615,6 +617,15 @@ OF_S1K = {**S1K, "instruction": "q", "output": "a"}
 S1K |= {"gemini_thinking_trajectory": "g", "deepseek_thinking_trajectory": "t"}
 DAPO = {"prompt": "q", "solution": "a", "source_prompt": [USER], "ability": "MATH"}
 """Fields of s1K-1.1 and of DAPO-Math-17k-Processed, after their cards."""
+NEMO_GYM: dict[str, Any] = {  # a line of NVIDIA's NeMo-Gym
+    "id": 0,
+    "responses_create_params": {
+        "input": [{"role": "system", "content": "s"}, USER],
+        "tools": [{"type": "function", **FUNCTION}],
+        "parallel_tool_calls": False,
+    },
+    "ground_truth": [{"name": "rain", "arguments": '{"where": "Rom"}'}],
+}
 COQA = {
     "name": "n.txt",  # which tools have too
     "source": "wikipedia",
@@ -948,8 +959,31 @@ FOLLOWED = [
         [CHAT],
     ),
     (
+        NEMO_GYM,
+        "write `responses_create_params.input` and after it the answer, perhaps the calls in "
+        "`ground_truth` as its `tool_calls`, as `messages` and `responses_create_params.tools` as "
+        f"`tools`, or let a policy answer it .*{_OF_RL}",
+        {
+            "messages": [
+                *NEMO_GYM["responses_create_params"]["input"],
+                {"role": "assistant", "tool_calls": NEMO_GYM["ground_truth"]},
+            ],
+            "tools": NEMO_GYM["responses_create_params"]["tools"],
+        },
+        [
+            theirs(
+                [
+                    {"role": "system", "content": "s"},
+                    USER,
+                    {"role": "assistant", "tool_calls": [call(where="Rom")]},
+                ],
+                TOOLS[:1],
+            )
+        ],
+    ),
+    (
         {"custom_id": "1", "body": {"model": "m", "messages": [USER]}},
-        "`body` has `messages`; write them, with the answer, outside of it",
+        "write `body.messages` and after it the answer, as `messages`, or let a policy answer it",
         {"custom_id": "1", "messages": DIALOGUE_A},
         [CHAT],
     ),
@@ -1339,3 +1373,13 @@ def test_pictures_are_named_before_anything_else(record: dict, place: str, pairs
 def test_other_objects_are_no_file_and_no_dialogue(record: dict, says: str):
     with pytest.raises(BadLineError, match=says):
         documents(record)
+
+
+def test_the_places_of_a_request_are_those_that_rl_names():
+    """The same file leads to the same fields in ``moetrain data`` and ``moetrain rl``."""
+    with pytest.raises(BadLineError) as error:
+        documents(NEMO_GYM)
+    advice = advice_for_prompt(NEMO_GYM)
+    places = [f"`responses_create_params.{name}`" for name in ("input", "tools")]
+    assert advice == f"; write {places[0]} as `messages` and {places[1]} as `tools`"
+    assert all(place in str(error.value) for place in places)

@@ -1241,7 +1241,7 @@ def test_a_question_that_is_an_object_is_told_what_to_write(record: dict, says: 
     key = next(iter(record))
     write = f"; `{key}` is an object; write its text, `question`, as `instruction` and .*{says}"
     if says == "messages":
-        write = f"; `{key}` has `messages`; write them, with the answer, outside of it"
+        write = f"; write `{key}.messages` and after it the answer, perhaps `output.*, as `mess"
     with pytest.raises(BadLineError, match=write):
         documents({"id": "x", **record})
 

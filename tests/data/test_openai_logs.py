@@ -206,7 +206,7 @@ def test_a_response_of_a_server_says_where_its_message_is(record: dict, says: st
 
 def test_what_the_line_on_a_batch_advises_is_learned():
     asked = {"custom_id": "1", "body": {"model": "m", "messages": [USER]}}
-    with pytest.raises(BadLineError, match="`body` has `messages`; write them, with the answer"):
+    with pytest.raises(BadLineError, match=r"write `body\.messages` and after it the answer, as"):
         reader().documents(asked)
     messages = [*asked["body"]["messages"], COMPLETION["choices"][0]["message"]]
     assert reader().documents({"messages": messages})[0].text == theirs(USER, ANSWER)
