@@ -1049,7 +1049,8 @@ def _remedy_for_file(record: Mapping[str, Any]) -> str | None:
         alike = all(not each.keys().isdisjoint(inner[0]) for each in inner)
         is_column = all(key.isdigit() for key in inner[0])
         are_ids = all(re.search(r"\d", key) for key in record)
-        if (len(record) > 2 and alike and not is_column) or (are_ids and alike):
+        is_record = _is_readable(inner[0]) or remedy_for(inner[0]) is not None
+        if is_record and alike and (are_ids or (len(record) > 2 and not is_column)):
             key = next(iter(record))
             said = f"its fields, such as `{key}`, seem to be the records; write the value of each "
             return f"{said}as a line{_of_each(inner[0])}"
@@ -1065,10 +1066,15 @@ def _remedy_for_file(record: Mapping[str, Any]) -> str | None:
     return said + _of_each(found.first)
 
 
+def _is_readable(record: Mapping[str, Any]) -> bool:
+    """Return whether a record has a field by which a form is recognised."""
+    forms = {"messages", "conversations", "text", "instruction", "chosen"}
+    return not forms.isdisjoint(record)
+
+
 def _of_each(record: Mapping[str, Any]) -> str:
     """Return the advice for each record of a file, as the end of a sentence."""
-    read = {"messages", "conversations", "text", "instruction", "chosen"}
-    remedy = None if not read.isdisjoint(record) else remedy_for(record)
+    remedy = None if _is_readable(record) else remedy_for(record)
     return f"; of each, {remedy}" if remedy else ""
 
 
@@ -1162,9 +1168,12 @@ def _remedy_for_objects(record: Mapping[str, Any]) -> str | None:
                     answer = f", perhaps the calls in `{said[0]}` as its `tool_calls`,"
             tools = value.get("tools")
             are_there = isinstance(tools, list) and tools and are_tools(tools)
+            also = f" and `{key}.tools` as `tools`" * bool(are_there)
+            last = value[name][-1]
+            if isinstance(last, dict) and role_of(last) == "assistant":  # Open WebUI's `chat`
+                return f"write `{key}.{name}` as `messages`{also}"
             return (
-                f"write `{key}.{name}` and after it the answer{answer} as `messages`"
-                + f" and `{key}.tools` as `tools`" * bool(are_there)
+                f"write `{key}.{name}` and after it the answer{answer} as `messages`{also}"
                 + f", or {_OF_POLICY}" * (not any(map(_names_result, said)))
             )
     for key, value in objects.items():
