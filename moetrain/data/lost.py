@@ -107,10 +107,8 @@ _AFTER_TURNS = {
 """Names of the answer to the last question of a dialogue, such as ChatQA's ``answers``."""
 _VARIANTS = {"original", "orig", "rewritten", "evolved", "seed", "explanation"}
 """Words in the names of texts that a record was made from, or that explain it."""
-_OF_FILES = {
-    *("attachment", "attachments", "file", "files", "upload", "uploads", "document", "documents"),
-    *("doc", "docs"),
-}
+_OF_ATTACHMENTS = {"attachment", "attachments", "upload", "uploads"}
+_OF_FILES = _OF_ATTACHMENTS | {"file", "files", "document", "documents", "doc", "docs"}
 """Words in the keys of a turn with files that it comes with: Claude.ai's ``attachments``."""
 _OF_SOURCES = {
     *("extracted", "quoted", "quote", "quotes", "cited", "citation", "citations", "reference"),
@@ -348,7 +346,9 @@ def refuse_attached(
     for i, turn in enumerate(turns):
         for place, key, value in _keys_of_turn(turn):
             words, is_answer = words_of(key), turn["role"] == "assistant"
-            is_file = not words.isdisjoint(_OF_FILES)
+            # A file that metadata name is where the turn is from, unless it is attached.
+            is_metadata = place.partition(".")[0] in ABOUT_TURNS
+            is_file = not words.isdisjoint(_OF_ATTACHMENTS if is_metadata else _OF_FILES)
             is_named = is_file or key.lower() in PASSAGES or not words.isdisjoint(_OF_SOURCES)
             if not is_named or describes(key, value) or (place == key and reads_key(key)):
                 continue
@@ -380,6 +380,8 @@ def _keys_of_turn(turn: Mapping[str, Any]) -> Iterator[tuple[str, str, object]]:
     for key, value in turn.items():
         if key not in _OF_TURNS:
             yield key, key, value
+        elif key in ABOUT_TURNS and isinstance(value, Mapping):  # ChatGPT's `metadata`
+            yield from ((f"{key}.{inner}", inner, each) for inner, each in value.items())
     parts = turn.get("content")
     for j, part in enumerate(parts) if isinstance(parts, list) else ():
         for key in part.keys() - _OF_TURNS:

@@ -1480,6 +1480,7 @@ ATTACHED: dict[str, dict[str, Any]] = {
     "documents": {"documents": [{"title": "n", "text": FILE}]},
     "a passage": {"passage": FILE},
     "results": {"search_results": [{"url": "https://a.example/b", "snippet": FILE}]},
+    "a part's file": {"content": [{"type": "text", "text": "q", "file": {"data": FILE}}]},
     "a part's": {"content": [{"type": "text", "text": "q", "file_content": FILE}]},
 }
 
@@ -1523,6 +1524,11 @@ def test_a_file_without_its_text_is_refused():
     with pytest.raises(BadLineError, match=says):
         documents({"messages": [{**USER, "files": files}, ANSWER]})
     assert documents({"messages": [USER, {**ANSWER, "files": files}]})  # the answer's own
+    # ChatGPT's exports have them in `metadata`, which names other files for another reason.
+    metadata = {"attachments": [{"name": "plan.pdf", "mime_type": "application/pdf"}]}
+    with pytest.raises(BadLineError, match=r"metadata\.attachments names a file whose text"):
+        documents({"messages": [{**USER, "metadata": metadata}, ANSWER]})
+    assert documents({"messages": [{**USER, "metadata": {"file": "part-0.jsonl"}}, ANSWER]})
 
 
 def test_what_describes_a_turn_is_no_attachment(tmp_path: Path, caplog):
