@@ -309,11 +309,12 @@ def _is_of_numbers(key: str) -> bool:
 def _own_texts(value: object) -> list[str]:
     """Return the texts in a value that may say something of their own.
 
-    These are the texts of several words, or, if there are none, all texts but the names of roles.
-    Texts under keys that describe an object, such as its id, are left out.
+    These are the texts of several words, or, if there are none, the longest text. The names of
+    roles are left out, and texts under keys that describe an object, such as its id.
     """
     texts = [text for text in _undescribed(value) if not is_role(text)]
-    return [text for text in texts if len(text.split()) > 1] or texts
+    several = [text for text in texts if len(text.split()) > 1]
+    return several or sorted(texts, key=len)[-1:]
 
 
 def _undescribed(value: object) -> Iterator[str]:
