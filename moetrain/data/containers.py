@@ -34,7 +34,7 @@ from moetrain.config import ConfigError, logger
 from moetrain.config.sources import FILE_KINDS, FileKind, begins_as, shortened
 from moetrain.data.csv_rows import CsvRow, cells, csv_rows
 from moetrain.data.json_array import array_elements, begins_object, is_array
-from moetrain.data.messages import TO_UTF8, BadLineError
+from moetrain.data.messages import MARK_BYTES, TO_UTF8, BadLineError, refuse_other_marks
 from moetrain.data.parquet_pages import group_size
 from moetrain.data.tools import TABLED, without_nulls
 
@@ -347,13 +347,21 @@ def _arrow(piece: FilePart) -> Iterator[Raw]:
             yield from _rows(piece, ipc.open_stream(source))
 
 
-def _opened(path: Path) -> Any:
-    """Open a file, perhaps a compressed one, for its bytes."""
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a file, perhaps a compressed one, for its bytes. It is to be UTF-8.
+
+    Raises BadLineError: it begins as another encoding does.
+    """
     suffix = path.suffix.lower()
     if suffix in (".zst", ".zstd"):
         # Unlike the library zstandard, pyarrow refuses a file that is cut short.
-        return io.BufferedReader(_pyarrow("lib").input_stream(str(path), "zstd"), 1 << 20)
-    return _OPEN.get(suffix, Path.open)(path, "rb")
+        opened = io.BufferedReader(_pyarrow("lib").input_stream(str(path), "zstd"), 1 << 20)
+    else:
+        opened = _OPEN.get(suffix, Path.open)(path, "rb")
+    with opened as file:
+        refuse_other_marks(file.peek(MARK_BYTES), f"{path}:1")
+        yield file
 
 
 def _is_json(file: Path) -> bool:

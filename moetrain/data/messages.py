@@ -11,6 +11,7 @@ Left out on purpose: images and sounds in ``content``, and repairing JSON.
 """
 
 import ast
+import codecs
 import json
 import re
 import secrets
@@ -154,6 +155,28 @@ class BadLineError(Exception):
 TO_UTF8 = "write the file as UTF-8 (from Windows-1252: iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW)"
 """The remedy for bytes that are not UTF-8. Windows-1252 has all letters of Latin-1, and in place of
 its control characters the euro sign, dashes and typographic quotes."""
+_OTHER_MARKS = {
+    codecs.BOM_UTF32_LE: "UTF-32",  # begins with that of UTF-16
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
+"""Byte order marks of encodings that are not read."""
+MARK_BYTES = max(map(len, _OTHER_MARKS))
+"""Bytes of the longest byte order mark."""
+
+
+def refuse_other_marks(head: bytes, where: str) -> None:
+    """Raise BadLineError if ``head``, the beginning of a file, is the mark of UTF-16 or UTF-32.
+
+    ``where`` is the file, with its line if it has lines. Python would read some of their lines.
+    """
+    for mark, encoding in _OTHER_MARKS.items():
+        if head.startswith(mark):
+            said = f"{where}: the text begins with {mark.hex(' ').upper()}, so it is {encoding}"
+            remedy = f"write the file as UTF-8 (iconv -f {encoding} -t UTF-8 FILE > NEW)"
+            raise BadLineError(f"{said}; {remedy}, or leave it out")
+
 
 _TURNS = re.compile(r"\s*(?:\[\s*)?\{\s*[\"\[\w]")
 """Matches the beginning of a text that may be the JSON of messages."""

@@ -24,7 +24,13 @@ from moetrain.config.sources import shortened
 from moetrain.data.characters import warn_of_controls
 from moetrain.data.containers import FilePart, Files, Raw, find_records, list_files
 from moetrain.data.documents import BadRecordError, Document, HashRange, Skipped
-from moetrain.data.messages import TO_UTF8, BadLineError, words_of
+from moetrain.data.messages import (
+    MARK_BYTES,
+    TO_UTF8,
+    BadLineError,
+    refuse_other_marks,
+    words_of,
+)
 from moetrain.data.records import RecordReader
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.data.warned import warn_once
@@ -332,6 +338,7 @@ def _lines_from(part: FilePart) -> str:
     between one and two part sizes after its own start, and no character is cut in two.
     """
     with part.file.open("rb") as file:
+        refuse_other_marks(file.read(MARK_BYTES), str(part.file))
         file.seek(max(0, part.start - 1))
         before = _rest_of_line(file, part.start + _PART_BYTES) if part.start else b"\n"
         start = file.tell()
@@ -396,6 +403,7 @@ def _text_parts(path: Path) -> Iterator[Document]:
     decoder = _Decoder(path, "utf-8-sig")
     with path.open("rb") as file:
         raw = file.read(_PART_BYTES)
+        refuse_other_marks(raw, str(path))
         if b"\0" in raw:
             warn_once(f"no text {path}", f"{path} is not text; skipped")
         if b"\0" in raw or not raw.strip():

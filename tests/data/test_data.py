@@ -1,6 +1,7 @@
 """Data up to tokens: sources, tokenizers and the token cache."""
 
 import errno
+import gzip
 import json
 import logging
 import os
@@ -92,6 +93,47 @@ def test_a_text_that_is_not_utf_8_is_named_with_its_byte(
     says = rf"data\.path: .*11-8\.txt: {byte}: .*; write the file as UTF-8 \(from Windows-1252:"
     with pytest.raises(ConfigError, match=says):
         [each for part in parts for each in source.read(part, HashRange())]
+
+
+WIDE = {
+    "a.txt": "é was a good day",
+    "a.jsonl": '{"text": "é was a good day"}\n',
+    "a.json": '[\n{"text": "é was a good day"}\n]\n',
+    "a.csv": "text\né was a good day\n",
+    "a.jsonl.gz": '{"text": "é was a good day"}\n',
+}
+
+
+@pytest.mark.parametrize(
+    ("mark", "encoding", "named"),
+    [
+        ("", "utf-16", "FF FE, so it is UTF-16"),  # PowerShell's > and Excel's Unicode text
+        ("\ufeff", "utf-16-be", "FE FF, so it is UTF-16"),
+        ("", "utf-32", "FF FE 00 00, so it is UTF-32"),
+        ("\ufeff", "utf-32-be", "00 00 FE FF, so it is UTF-32"),
+    ],
+)
+@pytest.mark.parametrize("name", WIDE)
+def test_a_text_in_utf_16_is_refused_with_what_converts_it(
+    mark: str, encoding: str, named: str, name: str, tmp_path: Path
+):
+    """The marks are those of the Unicode Standard, which Python's codecs write."""
+    path, raw = tmp_path / name, (mark + WIDE[name]).encode(encoding)
+
+    def texts(raw: bytes, is_stream: bool) -> list[str]:
+        with gzip.open(path, "wb") if name.endswith(".gz") else path.open("wb") as file:
+            file.write(raw)
+        source = sources.Source.of(config(tmp_path, path=str(path)).data, ByteTokenizer())
+        parts = source.file_parts(HashRange()) if is_stream else source.pieces()
+        found = (each for part in parts for each in source.read(part, HashRange()))
+        return [document.text for document in source.documents_of(found)]
+
+    remedy = rf"\(iconv -f {encoding[:6].upper()} -t UTF-8 FILE > NEW\), or leave it out"
+    for is_stream in (False, True):
+        with pytest.raises(ConfigError, match=rf"data\.path: {path}.*{named}; .*{remedy}"):
+            texts(raw, is_stream)
+        converted = raw.decode(encoding[:6]).removeprefix("\ufeff").encode()
+        assert texts(converted, is_stream) == ["é was a good day"]
 
 
 def test_large_files_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

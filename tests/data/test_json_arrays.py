@@ -309,13 +309,17 @@ def test_a_large_object_is_skipped(tmp_path: Path, monkeypatch):
         values_of(path)
 
 
-def test_lines_in_another_encoding_are_told_of_utf_8(tmp_path: Path):
-    """PowerShell writes UTF-16."""
+@pytest.mark.parametrize(
+    ("encoding", "says"),
+    [
+        ("utf-16", "begins with FF FE, so it is UTF-16; write the file as UTF-8"),  # PowerShell's
+        ("latin-1", "not JSON: 'utf-8' codec .*; write the file as UTF-8"),
+    ],
+)
+def test_lines_in_another_encoding_are_told_of_utf_8(encoding: str, says: str, tmp_path: Path):
     path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "a"}\n{"text": "b"}\n', encoding="utf-16")
-    with pytest.raises(
-        BadLineError, match=r"not JSON: 'utf-16-le' codec .*; write the file as UTF"
-    ):
+    path.write_text('{"text": "é"}\n{"text": "b"}\n', encoding=encoding)
+    with pytest.raises((BadLineError, ConfigError), match=says):
         values_of(path)
 
 
