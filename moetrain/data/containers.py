@@ -102,6 +102,8 @@ class Raw(NamedTuple):
     """Bytes that the record takes in its file, or bytes of ``key`` if it is a row of a table."""
     problem: str | None = None
     """The reason why the record was not read. None: it was read."""
+    line: int | None = None
+    """The line of the file in which ``content`` begins. None: it is one line, or a row."""
 
     @classmethod
     def too_large(cls, where: str, num_bytes: int = 0) -> Self:
@@ -134,6 +136,14 @@ class Raw(NamedTuple):
             said, remedy = getattr(error, "msg", str(error)), OBJECTS
             if isinstance(error, UnicodeDecodeError):
                 remedy = TO_UTF8
+            elif isinstance(error, json.JSONDecodeError) and (found := _not_of_json(error)):
+                name, at = found
+                place = "the line has"
+                if self.line is not None:
+                    place = f"line {self.line + error.doc.count(chr(10), 0, at)} has"
+                near = shortened(error.doc[max(0, at - 40) : at + 40].strip())
+                said = f"not JSON: {place} {name}, which JSON does not have: {near}"
+                raise BadLineError(f"{said}; leave it out") from None
             elif isinstance(error, json.JSONDecodeError) and _goes_on(error):
                 said = "the file ends before its object does"
                 remedy = _DAMAGED
@@ -150,6 +160,23 @@ def _goes_on(error: json.JSONDecodeError) -> bool:
     """Return whether a text ends before its value does, as the first line of indented JSON."""
     text = error.doc.strip()
     return text[:1] in ("{", "[") and error.pos >= len(error.doc.rstrip())
+
+
+def _not_of_json(error: json.JSONDecodeError) -> tuple[str, int] | None:
+    """Return what JavaScript or Python has and JSON does not, and its index in the text.
+
+    None: the text has another mistake.
+    """
+    text, at = error.doc, error.pos
+    if text[at : at + 1] == ",":  # Python 3.13 names a comma itself, and a comma behind an object
+        at += 1
+    at += len(text[at:]) - len(text[at:].lstrip())
+    before = text[:at].rstrip()
+    if text.startswith(("//", "/*", "#"), at):
+        return "a comment", at
+    if before.endswith(",") and (rest := text[at : at + 1]) in ("", "}", "]"):
+        return f"a comma before {rest}" if rest else "a comma at its end", len(before) - 1
+    return None
 
 
 class FilePart(NamedTuple):
@@ -406,17 +433,27 @@ def _object(path: Path, file: Any) -> Raw:
     text = file.read(_MOST_BYTES + 1)
     if len(text) > _MOST_BYTES:
         return Raw.too_large(f"{path}:1")
-    return Raw(f"{path}:1", key=text.strip(), content=text, num_bytes=len(text))
+    return Raw(f"{path}:1", key=text.strip(), content=text, num_bytes=len(text), line=1)
 
 
 def _array(path: Path, file: Any) -> Iterator[Raw]:
     """Yield the elements of an array that ``file`` holds."""
+    comma = None  # the line of the comma before an element
     for number, element in enumerate(array_elements(file, _MOST_BYTES), 1):
-        where = f"{path}:{element.line}, record {number}"
-        if element.text is None:
-            yield Raw.too_large(where, element.num_bytes)
+        where, text, size = (
+            f"{path}:{element.line}, record {number}",
+            element.text,
+            element.num_bytes,
+        )
+        if text is None:
+            yield Raw.too_large(where, size)
+        elif text:
+            yield Raw(where, key=text, content=text, num_bytes=size, line=element.line)
         else:
-            yield Raw(where, key=element.text, content=element.text, num_bytes=element.num_bytes)
+            problem = f"not JSON: line {comma or element.end} has a comma without an element "
+            problem += f"{'behind' if comma else 'before'} it; leave it out"
+            yield Raw(where, key=where.encode(), content=text, num_bytes=size, problem=problem)
+        comma = element.end
 
 
 def _csv(piece: FilePart) -> Iterator[Raw]:

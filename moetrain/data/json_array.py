@@ -35,6 +35,8 @@ class Element(NamedTuple):
     """The line in which the element begins, from 1."""
     num_bytes: int
     """Bytes of the element in the file, with the comma or bracket behind it."""
+    end: int
+    """The line of the comma or bracket behind the element."""
 
 
 def is_array(file: Any) -> bool:
@@ -127,7 +129,7 @@ class _Scanner:
                 text = self._held[self._start : found.start()].rstrip()
                 is_large = is_large or len(text) > self._most_bytes
                 num_bytes = num_dropped + self._drop()
-                return Element(None if is_large else text, line, num_bytes), depth < 0
+                return Element(None if is_large else text, line, num_bytes, self._line), depth < 0
 
     def check_end(self) -> None:
         """Raise ValueError if anything follows the array."""

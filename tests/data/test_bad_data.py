@@ -220,7 +220,12 @@ UNLISTED: list[tuple[str, dict[str, str | bytes], str, str]] = [
     ("--data.path a.csv", {"a.csv": "text\n"}, "data.path", "holds no text"),
     ("--data.path x", {"x/a.md": "text"}, "data.path", "'x' holds no .jsonl files, nor .parquet"),
     # Text that cannot be decoded.
-    (TEXT, {"a.txt": "some text".encode("utf-16")}, "data.path", "begins with FF FE, so it is UTF-16"),
+    (
+        TEXT,
+        {"a.txt": "some text".encode("utf-16")},
+        "data.path",
+        "begins with FF FE, so it is UTF-16",
+    ),
     (TEXT, {"a.txt": b"\xef\xbb\xbf"}, "data.path", "nothing to predict"),
     (
         TEXT,

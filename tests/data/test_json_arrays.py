@@ -114,7 +114,7 @@ BROKEN = {
     "two arrays": ('[{"text": "a"}]\n[{"text": "b"}]', "something follows the array"),
     "another bracket": ('[{"text": "a"}}', "something follows the array"),
     "no comma": ('[{"text": "a"}\n{"text": "b"}]', r"a.json:1, record 1: not JSON: Extra data"),
-    "a comma too many": ('[{"text": "a"},\n]', r"a.json:2, record 2: not JSON: Expecting value"),
+    "a comma too many": ('[{"text": "a"},\n]', r"a.json:2, record 2: not JSON: line 1 has a comma"),
     "a number": ('[{"text": "a"},\n\n3]', r"a.json:3, record 2: not a JSON object: 3; give each"),
     "large": (
         '[{"text": "a"},\n{"text": "' + "b" * 2000 + '"}]',
@@ -135,6 +135,78 @@ def test_broken_arrays_are_one_line_that_says_where(case: str, tmp_path: Path, m
     source = Source.of(config.data, ByteTokenizer())
     with pytest.raises(ConfigError, match=problem):
         list(source.documents())
+
+
+# Files, the mistake that RFC 8259 has no grammar for, and the line in which it stands.
+OF_JAVASCRIPT = {
+    "a comma at the end of an object": (
+        '[\n  {\n    "text": "ä",\n  },\n  {"text": "b"}\n]',
+        r"a.json:2, record 1: not JSON: line 3 has a comma before }, which JSON does not have: .*",
+        '"ä",',
+    ),
+    "a comma at the end of a list": (
+        '[{"text": "a",\n"l": [1,\n2,\n\n]}]',
+        r"a.json:1, record 1: not JSON: line 3 has a comma before \], which",
+        "2,",
+    ),
+    "a comma at the end of the array": (
+        '[{"text": "a"},\n{"text": "b"},\n\n]',
+        r"a.json:4, record 3: not JSON: line 2 has a comma without an element behind it; leave it",
+        '"b"},',
+    ),
+    "two commas": (
+        '[{"text": "a"},\n,\n{"text": "b"}]',
+        r"a.json:2, record 2: not JSON: line 1 has a comma without an element behind it; leave it",
+        '"a"},',
+    ),
+    "a comma at the beginning": (
+        '[\n,{"text": "a"}]',
+        r"a.json:2, record 1: not JSON: line 2 has a comma without an element before it; leave it",
+        "\n,",
+    ),
+    "a comment before": (
+        '[\n  // first try\n  {"text": "a"}\n]',
+        r"a.json:2, record 1: not JSON: line 2 has a comment, which JSON does not have: .*first",
+        "// first try",
+    ),
+    "a comment within": (
+        '[\n  {"text":\n  /* a, b */ "a"}\n]',
+        r"a.json:2, record 1: not JSON: line 3 has a comment, which",
+        "/* a, b */",
+    ),
+    "a comment before the array": (
+        '# tries\n[{"text": "a"}]',
+        "a.json:1: not JSON: the line has a comment, which",
+        "# tries",
+    ),
+    "an object over several lines": (
+        '{\n  "text": "a",\n}\n',
+        r"a.json:1: not JSON: line 2 has a comma before }, which",
+        '"a",',
+    ),
+    "a line": (
+        '{"text": "a"},\n',
+        "a.json:1: not JSON: the line has a comma at its end",
+        "},",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OF_JAVASCRIPT)
+def test_what_json_does_not_have_is_named_with_its_line(case: str, tmp_path: Path):
+    """Once it is left out, ``json`` reads the file."""
+    content, says, near = OF_JAVASCRIPT[case]
+    path = tmp_path / "a.json"
+    path.write_text(content)
+    settings = {"path": str(path), "eval_fraction": 0}
+    config = Config.load({"model": {"preset": "debug"}, "data": settings}, environ={})
+    with pytest.raises(ConfigError, match=says):
+        list(Source.of(config.data, ByteTokenizer()).documents())
+    kept = "" if "comment" in case else near.replace(",", "")
+    mended = content.replace(near, kept, 1)
+    path.write_text(mended)
+    right = json.loads(mended)
+    assert values_of(path) == (right if isinstance(right, list) else [right])
 
 
 def test_an_element_that_is_too_large_is_a_bad_record_and_the_run_goes_on(
