@@ -466,6 +466,7 @@ def _csv(piece: FilePart) -> Iterator[Raw]:
 
 
 def _named_rows(path: Path, rows: Iterator[CsvRow]) -> Iterator[Raw]:
+    rows = _without_blank(rows)
     first = next(rows, None)
     if first is None:
         return
@@ -488,6 +489,20 @@ def _named_rows(path: Path, rows: Iterator[CsvRow]) -> Iterator[Raw]:
             problem = f"cells in the row: {number}, names in the first row: {len(names)}"
             remedy = "give a cell for each name, and quotes around one with commas or line breaks"
             yield Raw(where, row.text, b"", num_bytes, problem=f"{problem}; {remedy}")
+
+
+def _without_blank(rows: Iterable[CsvRow]) -> Iterator[CsvRow]:
+    """Yield the rows that have a cell with a text. Others count in the bytes of the next one.
+
+    Excel and Google Sheets write a blank row between others as the commas between empty cells.
+    """
+    num_blank = 0
+    for row in rows:
+        if row.text is not None and row.text[:1] in b',"' and not any(cells(row.text)):
+            num_blank += row.num_bytes
+        else:
+            yield row._replace(num_bytes=num_blank + row.num_bytes)
+            num_blank = 0
 
 
 def _names_of(row: CsvRow) -> list[str]:
