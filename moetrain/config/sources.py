@@ -7,6 +7,7 @@ where the message can name the source. The sections say which values are valid.
 
 import codecs
 import difflib
+import glob
 import os
 import re
 import tomllib
@@ -421,13 +422,16 @@ _SOURCE_OF = {
 def source_by_suffix(path: object, field: str = "data.path") -> str:
     """Return the ``data.source`` for ``path``, the value of the setting ``field``.
 
-    The end of the file's name decides. A folder holds texts if all of its files end in .txt.
+    The end of the file's name decides. A folder holds texts if all of its files end in .txt. A
+    pattern names texts if no file that it matches has a known end, and none begins as JSON.
 
     Raises ConfigError: no source reads names with this end, or the name has no end that is known,
     and the file is a text that does not begin as JSON.
     """
     # If other files were read as texts, a model would learn their format: braces, commas, binary.
     suffix = PurePath(str(path)).suffix.lower()
+    if _matches_texts_alone(str(path)):
+        return "text"
     if not re.fullmatch(r"\.[a-z]+\d?", suffix):  # a folder, or a data set on the hub
         if begins_as(str(path)) == "text":
             problem = f"not set, and {field} {shortened(path)} is a text without a known extension"
@@ -464,6 +468,26 @@ def begins_as(path: str) -> Literal["json", "text"] | None:
     if not head or b"\0" in head:
         return None
     return "json" if head.startswith((b"{", b"[")) else "text"
+
+
+def _matches_texts_alone(pattern: str) -> bool:
+    """Return True if the files that ``pattern`` matches are texts, by the first one of each kind.
+
+    Files of a kind have the same end of their names. One that is blank tells nothing.
+    """
+    if not glob.has_magic(pattern) or os.path.lexists(pattern):
+        return False
+    firsts: dict[str, set[str | None]] = {}
+    for name in sorted(glob.glob(pattern, recursive=True)):
+        begins = firsts.setdefault(PurePath(name).suffix.lower(), set())
+        if not begins and os.path.isfile(name):
+            begins.add(begins_as(name))
+    firsts = {suffix: begins for suffix, begins in firsts.items() if begins}
+    return (
+        bool(firsts)
+        and not any(suffix in FILE_KINDS for suffix in firsts)
+        and all(begins == {"text"} for begins in firsts.values())
+    )
 
 
 def _holds_texts_alone(folder: str) -> bool:

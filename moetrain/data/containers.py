@@ -31,7 +31,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from moetrain.config import ConfigError, logger
-from moetrain.config.sources import FILE_KINDS, FileKind, begins_as, shortened
+from moetrain.config.sources import (
+    FILE_KINDS,
+    FileKind,
+    begins_as,
+    shortened,
+    source_by_suffix,
+)
 from moetrain.data.csv_rows import CsvRow, cells, csv_rows
 from moetrain.data.json_array import array_elements, begins_object, is_array
 from moetrain.data.messages import MARK_BYTES, TO_UTF8, BadLineError, refuse_other_marks
@@ -647,8 +653,9 @@ def list_files(
         also = ", or set data.source text to learn all files" * (number > len(found))
         said = f"{path}: {what} {few}"
         if others := _without_documentation(kinds):
-            pattern = repr(_pattern(path, others))
-            said += f"; to read those of one kind alone, name them as {pattern}{also}"
+            pattern = _pattern(path, others)
+            needs = "" if takes_all else _source_for(pattern)
+            said += f"; to read those of one kind alone, name them as {pattern!r}{needs}{also}"
         logger.info("%s", said)
     return sorted(found, key=lambda file: file.relative_to(root).as_posix())
 
@@ -674,36 +681,46 @@ def _without_documentation(kinds: Mapping[str, list[Path]]) -> dict[str, list[Pa
 def _pattern(path: str, kinds: Mapping[str, Sequence[Path]]) -> str:
     """Return the pattern of the files of one kind in the folder ``path``.
 
-    It is .txt, or else a kind that is known, or else one that is no binary; of these, the most
-    frequent one.
+    It is the most frequent one that is read; of several, .txt, or one that is no JSON.
     """
 
-    def rank(kind: str) -> tuple[bool, bool, bool, int]:
+    def rank(kind: str) -> tuple[bool, int, bool, bool]:
         first = kinds[kind][0]
-        is_known = first.suffix in FILE_KINDS
-        return kind == ".txt", is_known, begins_as(str(first)) is not None, len(kinds[kind])
+        begins = begins_as(str(first))
+        is_read = begins is not None or first.suffix in FILE_KINDS
+        is_read &= first.suffix not in _ARCHIVES
+        return is_read, len(kinds[kind]), kind == ".txt", begins == "text"
 
     kind = max(kinds, key=rank)
     return os.path.join(glob.escape(path), "**", kind if kind[:1] != "." else f"*{kind}")
+
+
+def _source_for(pattern: str) -> str:
+    """Return the advice to set ``data.source``, without which ``pattern`` would be refused, or ""."""
+    try:
+        source_by_suffix(pattern)
+    except ConfigError:
+        return " with data.source text"
+    return ""
 
 
 def _remedy_for(path: str, files: Iterable[Path]) -> str:
     """Return the advice for a folder whose ``files`` are not read as records."""
     kinds = _by_kind(file for file in files if file.suffix.lower() not in _ARCHIVES)
     kinds = _without_documentation(kinds)
-    if texts := kinds.get(".txt"):
-        return f"it holds .txt files: name them as {_pattern(path, {'.txt': texts})!r}"
     begins = {kind: begins_as(str(files[0])) for kind, files in kinds.items()}
     kinds = {kind: files for kind, files in kinds.items() if begins[kind] is not None}
     if not kinds:
         return "name a file, or a folder with some"
-    most = max(kinds, key=lambda kind: len(kinds[kind]))
-    pattern = repr(_pattern(path, {most: kinds[most]}))
+    most = max(kinds, key=lambda kind: (len(kinds[kind]), kind == ".txt"))
+    pattern = _pattern(path, {most: kinds[most]})
+    if most == ".txt":
+        return f"it holds .txt files: name them as {pattern!r}"
     if begins[most] == "json":
-        return f"name its files with records, such as {pattern}, with data.source records"
+        return f"name its files with records, such as {pattern!r}, with data.source records"
     return (
         "set data.source text to learn each of its files as it is, or some of them alone, such as "
-        f"{pattern}"
+        f"{pattern!r}{_source_for(pattern)}"
     )
 
 

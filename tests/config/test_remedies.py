@@ -367,8 +367,29 @@ ROWS = {
         r"as it is, or some of them alone, such as 'd/\*\*/wiki_\*'",
         [
             {"data.source": "text"},
+            {"data.path": "d/**/wiki_*"},
             {"data.source": "text", "data.path": "d/**/wiki_*"},
         ],
+    ),
+    "a folder of documents": Row(
+        {"d/a.txt": TEXT, "d/e/b.md": TEXT, "d/e/c.md": "[a link](b.md) " + TEXT, "d/f.ipynb": "{}"},
+        {"data.path": "d"},
+        "data.path: 'd' holds no .jsonl files, .*; set data.source text to learn each of its files "
+        r"as it is, or some of them alone, such as 'd/\*\*/\*.md'$",
+        [{"data.source": "text"}, {"data.path": "d/**/*.md"}],
+    ),
+    "a folder of tables of text": Row(
+        {"d/a.tsv": "text\n" + TEXT, "d/b.tsv": "text\n" + TEXT},
+        {"data.path": "d"},
+        "data.path: 'd' holds no .jsonl files, .*; set data.source text to learn each of its files "
+        r"as it is, or some of them alone, such as 'd/\*\*/\*.tsv' with data.source text$",
+        [{"data.source": "text"}, {"data.source": "text", "data.path": "d/**/*.tsv"}],
+    ),
+    "a pattern of texts that begin as JSON": Row(
+        {"d/a.md": "[a link](b.md) " + TEXT},
+        {"data.path": "d/*.md"},
+        r"data.source: not set, and data.path 'd/\*.md' ends in none of .*; set text \(.*\) or rec",
+        [{"data.source": "text"}],
     ),
     "a folder of records without an end": Row(
         {"d/wiki_00": CHATS, "d/wiki_01": CHATS, "d/README": "about"},

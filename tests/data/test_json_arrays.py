@@ -306,6 +306,29 @@ def test_documentation_beside_records_is_counted_alone(name: str, tmp_path: Path
         find_records("data.path", str(tmp_path), "train", None)
 
 
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [
+        ({"a.jsonl": "{}", "b.md": "Of b", "c.md": "Of c", "d.txt": "Of d"}, "*.md'"),
+        ({"a.jsonl": "{}", "b.md": "Of b", "d.txt": "Of d"}, "*.txt'"),
+        ({"a.jsonl": "{}", "b.png": "\0", "c.png": "\0", "d.rst": "Of d"}, "*.rst'"),
+        ({"a.jsonl": "{}", "b.zip": "x", "c.zip": "x", "d.rst": "Of d"}, "*.rst'"),
+        ({"a.jsonl": "{}", "b.ipynb": "{", "d.ipynb": "{"}, "*.ipynb' with data.source text"),
+    ],
+)
+def test_the_kind_with_the_most_files_is_named_as_it_is_read(
+    files: dict[str, str], named: str, tmp_path: Path, caplog
+):
+    caplog.set_level("INFO")
+    found_in(tmp_path, files)
+    said = f"of one kind alone, name them as '{tmp_path}/**/{named}, or set data.source text"
+    assert said in caplog.text
+    if not named.endswith("data.source text"):
+        data = {"path": f"{tmp_path}/**/{named[:-1]}"}
+        config = Config.load({"model": {"preset": "debug"}, "data": data}, environ={})
+        assert config.data.source == "text"
+
+
 def test_a_pattern_leaves_out_what_describes_a_set(tmp_path: Path):
     found_in(tmp_path, {"a.json": "[]", "dataset_info.json": "{}"})
     files, _ = find_records("data.path", f"{tmp_path}/*.json", "train", None)
