@@ -36,7 +36,7 @@ from moetrain.data.containers import Files
 from moetrain.data.field_names import SYSTEMS
 from moetrain.data.known_sets import with_tools_of_metadata
 from moetrain.data.lost import number_of_option
-from moetrain.data.messages import BadLineError, read_messages, text_of
+from moetrain.data.messages import BadLineError, is_message, read_messages, text_of, turns_in
 from moetrain.data.pairs import with_system
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.rl.envs import Environment, Problem, Prompts, SolvedEnvironment, TextEnvironment
@@ -185,7 +185,7 @@ class Jsonl(TextEnvironment):
         self.reward = _find_reward(reward)
         for number, line in enumerate(self.lines, 1):
             variable = next((key for key in (*_VARIABLES, *_SYSTEMS) if line.get(key)), None)
-            if variable and isinstance(line.get("prompt"), str) and not prompts.chat:
+            if variable and isinstance(_prompt_of(line)[1], str) and not prompts.chat:
                 problem = f"`{variable}` would be lost, as no chat template formats `prompt`"
                 remedy = "set rl.chat yes, or give `messages`"
                 raise ConfigError("rl.prompts", f"{path!r} line {number}: {problem}; {remedy}")
@@ -364,10 +364,14 @@ def load_function(name: str, field: str, others: str) -> Callable[..., Any]:
 def _prompt_of(line: dict[str, Any]) -> tuple[str, Any]:
     """Return the field with the prompt of ``line``, and its value, which is null if there is none.
 
-    Files that are made of tables have null in the fields that only other lines have.
+    Files that are made of tables have null in the fields that only other lines have, and the JSON
+    of messages as a text.
+
+    Raises BadLineError: the text is Python's notation of messages.
     """
     key = next((key for key in _ASKING if line.get(key) is not None), _ASKING[0])
-    return key, line.get(key)
+    prompt = turns_in(line.get(key), key)
+    return key, [prompt] if is_message(prompt) else prompt
 
 
 def _read_lines(path: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:

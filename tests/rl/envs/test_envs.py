@@ -5,6 +5,7 @@ import json
 import pickle
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -319,6 +320,28 @@ def test_tools_of_a_conversation_are_in_its_prompt(lines):
         ConfigError, match=r"rl\.prompts: .*:1: tools\[0\] is text that is not JSON"
     ):
         opened("jsonl", prompts=lines, reward="exact")
+
+
+def test_turns_as_text_are_turns(lines):
+    """Tables have the JSON of a conversation as text, which training reads as the conversation."""
+    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+    tokenizer = ByteTokenizer()
+    tokenizer.chat_template = RENDERS_ALL
+    environment = partial(open_environment, tokenizer=tokenizer)
+    values = {"env": "jsonl", "prompts": lines, "reward": "exact"}
+    shown = []
+    for prompt in (turns, json.dumps(turns), turns[1:], json.dumps(turns[1])):
+        lines.write_text(json.dumps({"prompt": prompt, "answer": "a", "tools": VARIABLES["tools"]}))
+        shown.append(bytes(environment(settings(**values)).episode(0).reset().tokens))
+    assert shown[0] == shown[1]
+    assert b"|system:s|user:q|assistant:" in shown[0]
+    assert shown[2] == shown[3]
+    assert b"|user:q|assistant:" in shown[2]
+    lines.write_text(json.dumps({"prompt": "what is [1, 2]?", "answer": "a"}))
+    assert bytes(environment(settings(**values)).episode(0).reset().tokens) == b"what is [1, 2]?"
+    lines.write_text(json.dumps({"prompt": str(turns), "answer": "a"}))
+    with pytest.raises(ConfigError, match=r"rl\.prompts: .*:1: `prompt` is text that is not JSON"):
+        environment(settings(**values))
 
 
 VARIABLES = {
