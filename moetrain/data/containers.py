@@ -696,7 +696,7 @@ def _pattern(path: str, kinds: Mapping[str, Sequence[Path]]) -> str:
 
 
 def _source_for(pattern: str) -> str:
-    """Return the advice to set ``data.source``, without which ``pattern`` would be refused, or ""."""
+    """Return the advice to set ``data.source`` if ``pattern`` would be refused without, else ""."""
     try:
         source_by_suffix(pattern)
     except ConfigError:

@@ -372,7 +372,7 @@ ROWS = {
         ],
     ),
     "a folder of documents": Row(
-        {"d/a.txt": TEXT, "d/e/b.md": TEXT, "d/e/c.md": "[a link](b.md) " + TEXT, "d/f.ipynb": "{}"},
+        {"d/a.txt": TEXT, "d/e/b.md": TEXT, "d/e/c.md": "[a link](b.md) ", "d/f.ipynb": "{}"},
         {"data.path": "d"},
         "data.path: 'd' holds no .jsonl files, .*; set data.source text to learn each of its files "
         r"as it is, or some of them alone, such as 'd/\*\*/\*.md'$",
