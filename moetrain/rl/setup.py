@@ -87,6 +87,7 @@ class Setup:
         self.environment = environment = open_environment(rl, tokenizer)
         if isinstance(environment, Jsonl):
             try_reward(environment, str(rl.reward), rl.step_timeout)
+            environment.warn_of_room(data.seq_len, rl.max_tokens)
         if rl.supervised_steps and not hasattr(environment, "demonstrate"):
             problem = f"{rl.supervised_steps}, but rl.env {rl.env!r} has no demonstrations"
             remedy = "set 0, or give the environment a method demonstrate"

@@ -155,6 +155,30 @@ def test_a_reward_function_that_fails_on_trial_is_told_of(score, says, tmp_path,
     assert re.search(f"^rl.reward: '{name}', .*{says}", caplog.messages[0])
 
 
+def test_prompts_without_room_for_an_answer_are_told_of(tmp_path, caplog):
+    """Trajectories of such prompts are dropped, or their answers cut (test_collect.py)."""
+    file = tmp_path / "lines.jsonl"
+    lines = [{"prompt": "x" * size, "answer": "a"} for size in (3, 12, 9, 5)]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    environment = Jsonl(Prompts(ByteTokenizer(), chat=False), str(file), "exact")
+    said = {}
+    for seq_len in (11, 12, 13, 16):
+        caplog.clear()
+        environment.warn_of_room(seq_len, 4)
+        said[seq_len] = "".join(caplog.messages)
+    of, to = "rl.prompts: of the first 4 prompts", "(line 2: 12); raise data.seq_len"
+    assert said[11].startswith(f"{of} 1 have so many tokens that answers to them are dropped {to}")
+    assert said[12].startswith(f"{of} 1 have so many tokens that answers to them are dropped {to}")
+    assert said[12].endswith("12 to 16, or leave them out")
+    cut = f"{of} 1 have so many tokens that answers to them are cut early {to} 13 to 16"
+    assert said[13].startswith(cut)
+    assert said[16] == ""
+    task = {"rl.env": "jsonl", "rl.prompts": str(file), "rl.reward": "exact", "rl.eval_tasks": 1}
+    words = words_of(tmp_path, **task, **{"data.seq_len": 12, "rl.supervised_steps": 0})
+    assert run([*words, "--dry_run"]) == 0
+    assert any("are dropped (line 2" in message for message in caplog.messages)
+
+
 def test_setup_refuses_by_gpu_and_model(capsys):
     words = ["--kernels.backend", "reference", "--train.device", "cuda", "--dry_run"]
     assert run(words) == 2

@@ -259,6 +259,27 @@ class Jsonl(TextEnvironment):
                 *(path, len(answers), len(odd), said, odd[0] + 1, first, remedy),
             )
 
+    def warn_of_room(self, seq_len: int, max_tokens: int) -> None:
+        """Log a line if some of the first prompts leave no room for an answer, or too little.
+
+        Args:
+            seq_len: tokens of a row, which holds a prompt with its answer.
+            max_tokens: the largest number of tokens that an answer may have.
+        """
+        encoded = (self.prompts.encode(self._asked(line), line) for line in self.lines[:_CHECKED])
+        sizes = [len(tokens) for tokens in encoded]
+        for most, result in ((seq_len - 1, "dropped"), (seq_len - max_tokens, "cut early")):
+            long = [i for i, size in enumerate(sizes) if size > most]
+            if long:
+                longest = max(long, key=lambda i: sizes[i])
+                logger.warning(
+                    "rl.prompts: of the first %d prompts %d have so many tokens that answers to "
+                    "them are %s (line %d: %d); raise data.seq_len %d to %d, or leave them out",
+                    *(len(sizes), len(long), result, longest + 1, sizes[longest], seq_len),
+                    sizes[longest] + max_tokens,
+                )
+                break
+
     def problem(self, task: int) -> Problem:
         line = self.lines[task]
         return Problem(self._asked(line), facts=self.facts[task], record=line)
