@@ -110,6 +110,8 @@ class Raw(NamedTuple):
     """The reason why the record was not read. None: it was read."""
     line: int | None = None
     """The line of the file in which ``content`` begins. None: it is one line, or a row."""
+    empty: tuple[str, ...] = ()
+    """Fields of which a row of cells has no text. They are not in ``content``."""
 
     @classmethod
     def too_large(cls, where: str, num_bytes: int = 0) -> Self:
@@ -129,6 +131,15 @@ class Raw(NamedTuple):
         """
         value = self.whole()
         return _without_tables_nulls(value) if isinstance(self.content, dict) else value
+
+    def with_empty(self) -> dict[str, Any] | None:
+        """Return a row with null in each field that it has no value of. None: it is no row."""
+        if self.problem is not None or not isinstance(self.content, dict):
+            return None
+        return {
+            **dict.fromkeys((*self.empty, *self.content)),
+            **_without_tables_nulls(self.content),
+        }
 
     def whole(self) -> object:
         """Parse the record, and keep all nulls. Raises BadLineError as :meth:`value` does."""
@@ -489,8 +500,9 @@ def _named_rows(path: Path, rows: Iterator[CsvRow]) -> Iterator[Raw]:
         if number == len(names):
             # The record does not have the fields whose cells are empty.
             record = {name: cell for name, cell in zip(names, found, strict=True) if cell}
+            empty = tuple(name for name in names if name not in record)
             key = json.dumps(record).encode()
-            yield Raw(where, key=key, content=record, num_bytes=num_bytes)
+            yield Raw(where, key=key, content=record, num_bytes=num_bytes, empty=empty)
         else:
             problem = f"cells in the row: {number}, names in the first row: {len(names)}"
             remedy = "give a cell for each name, and quotes around one with commas or line breaks"

@@ -65,12 +65,19 @@ from moetrain.data.pairs import (
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.data.warned import warn_once
 
+_NO_TEXTS = ("messages", "conversations", "segments", "chosen", "rejected")
+"""Fields that are lists, or of which one is not read without the other."""
 _ALIKE = 0.5
 """An error names the nearest form if a record has at least this share of its fields."""
 _DIALOGUES = ("messages", "conversations", "conversation", "trajectory")
 """Fields that may hold a dialogue."""
 _MOST_MARGIN = 1e30
 """The largest size of a pair's margin. fp32 holds this number, and sums of such numbers."""
+
+
+class NoFormError(BadLineError):
+    """A record has no known form, or not that of ``data.format``."""
+
 
 RowKind = Literal["auto", "whole", "stream", "pairs", "answers", "ranked"]
 """A value of data.packing, or one of :attr:`RecordReader.PAIRED`."""
@@ -220,26 +227,57 @@ class RecordReader:
                 said = f"{said}; {remedy}" if remedy else said
                 raise BadLineError(f"{said}; known forms are {KNOWN_FORMS}", kind=remedy)
             if missing:
+                self.refuse_empty(record)
                 said = f"no {missing[0]!r}, which data.format {self.form!r} needs"
-                raise BadLineError(f"{said}; give it, or set data.format auto")
+                raise NoFormError(f"{said}; give it, or set data.format auto")
             return self.form
+        if (form := self._known_form(record)) is not None:
+            return form
+        _refuse_empty_side(record)
+        _refuse_media(record)
+        self.refuse_empty(record)
+        known = ", ".join(f"{name} ({', '.join(self._needed(name))})" for name in _FORMS)
+        remedy = remedy_for(record, reads_labels=self.reads_labels) or self._nearest(record)
+        raise NoFormError(
+            f"no {self.text_field!r} and no 'messages': a record of no known form, "
+            f"{shortened(record)}; known are {known}; {remedy}, or name the field of a text in "
+            "data.text_field",
+            kind=remedy,
+        )
+
+    def _known_form(self, record: dict[str, Any]) -> str | None:
+        """Return the form that the fields of ``record`` have, or ``data.format`` if they have it.
+
+        The fields are renamed already. None: they have no known form.
+        """
         fields = {key for key, value in record.items() if value is not None}
+        if self.form != "auto":
+            return self.form if fields.issuperset(self._needed(self.form)) else None
         is_pair = fields.issuperset(("chosen", "rejected"))
         if is_pair and (self.reads_pairs or not has_answer(record)):
             return "preference"
         for name in _FORMS:
             if fields.issuperset(self._needed(name)) and _FORMS[name].takes(record):
                 return name
-        _refuse_empty_side(record)
-        _refuse_media(record)
-        known = ", ".join(f"{name} ({', '.join(self._needed(name))})" for name in _FORMS)
-        remedy = remedy_for(record, reads_labels=self.reads_labels) or self._nearest(record)
-        raise BadLineError(
-            f"no {self.text_field!r} and no 'messages': a record of no known form, "
-            f"{shortened(record)}; known are {known}; {remedy}, or name the field of a text in "
-            "data.text_field",
-            kind=remedy,
-        )
+        return None
+
+    def refuse_empty(self, record: dict[str, Any]) -> None:
+        """Raise BadLineError if ``record`` has no known form only because a text in it is null.
+
+        Its fields may be renamed already. Null is what a table has in an empty cell.
+        """
+        for key in sorted(record, key=self.text_field.__eq__):  # the text of a document comes last
+            if record[key] is not None or key in _NO_TEXTS:
+                continue
+            try:
+                form = self._known_form(self._named({**record, key: "x"}))
+            except BadLineError:
+                continue
+            if form is not None:
+                others = {name: value for name, value in record.items() if value is not None}
+                said = f"`{key}` is empty in this record: {shortened(others)}"
+                remedy = "leave the record out (data.bad_records skip does), or write it"
+                raise BadLineError(f"{said}; {remedy}", kind=f"`{key}` is empty")
 
     def _nearest(self, record: dict[str, Any]) -> str:
         """Describe the form that is nearest to ``record``, and the fields that are missing."""

@@ -31,7 +31,7 @@ from moetrain.data.messages import (
     refuse_other_marks,
     words_of,
 )
-from moetrain.data.records import RecordReader
+from moetrain.data.records import NoFormError, RecordReader
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.data.warned import warn_once
 
@@ -227,7 +227,12 @@ class Source(Files):
         """Return the result of ``read`` for a record. Raises BadRecordError: the record is bad."""
         assert self.reader is not None
         try:
-            return read(self.reader, raw.value())
+            try:
+                return read(self.reader, raw.value())
+            except NoFormError:  # a row may have an empty cell where its answer should be
+                if (row := raw.with_empty()) is not None:
+                    self.reader.refuse_empty(row)
+                raise
         except BadLineError as error:
             raise BadRecordError(error.field or self.field, raw.where, error) from None
 

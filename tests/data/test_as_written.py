@@ -315,6 +315,9 @@ def test_a_field_with_a_value_makes_a_chat(field: dict):
 def test_a_field_of_a_format_that_is_null_is_missing():
     for form, name in (("completion", "completion"), ("alpaca", "output"), ("text", "text")):
         record = {"prompt": "q", "instruction": "q", name: None}
+        with pytest.raises(BadLineError, match=f"^`{name}` is empty in this record"):
+            RecordReader(ChatTemplate(CHATML, {}), form=form).documents(record)
+        del record[name]
         with pytest.raises(BadLineError, match=f"no '{name}', which data.format '{form}' needs"):
             RecordReader(ChatTemplate(CHATML, {}), form=form).documents(record)
 

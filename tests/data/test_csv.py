@@ -11,6 +11,8 @@ import re
 import tracemalloc
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet as parquet
 import pytest
 
 from moetrain.config import Config, ConfigError
@@ -149,6 +151,48 @@ def test_what_no_row_can_mean_is_refused(
     with pytest.raises(ConfigError, match=rf"^data\.path: {tmp_path}/{problem}") as caught:
         list(source.documents())
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
+@pytest.mark.parametrize(
+    ("record", "key", "data"),
+    [
+        ({"question": "q", "answer": "a", "source": "s"}, "answer", {}),  # MedQuAD
+        ({"prompt": "q", "completion": "a"}, "completion", {}),
+        ({"instruction": "q", "input": "", "output": "a"}, "output", {}),
+        ({"instruction": "q", "output": "a"}, "output", {"format": "alpaca"}),
+        ({"instruction": "q", "response": "a"}, "response", {}),
+        ({"question": "q", "answer": "a"}, "question", {}),
+        ({"id": "7", "text": "a"}, "text", {}),
+    ],
+    ids=str,
+)
+def test_an_empty_cell_where_a_text_should_be_is_named(
+    record: dict[str, str], key: str, data: dict[str, str], suffix: str, tmp_path: Path
+):
+    path = tmp_path / f"a{suffix}"
+    rows = [record, {**record, key: None}]
+    if suffix == ".csv":
+        with path.open("w", newline="") as file:
+            csv.DictWriter(file, record).writerows([dict(zip(record, record, strict=True)), *rows])
+    elif suffix == ".jsonl":
+        write_lines(path, *rows)
+    else:
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    says = rf"data\.path: {path}.*: `{key}` is empty in this record: .*; leave the record out "
+    with pytest.raises(ConfigError, match=says + r"\(data.bad_records skip does\), or write it$"):
+        list(source_of(path, source="records", **data).documents())
+    (document,) = source_of(path, source="records", bad_records="skip", **data).documents()
+    assert "a" in document.text
+
+
+@pytest.mark.parametrize("beside", [{"answer": "a"}, {"choices": '["a"]'}, {"notes": ""}])
+def test_an_empty_cell_beside_others_that_are_not_read_is_not_to_blame(beside, tmp_path: Path):
+    with (tmp_path / "a.csv").open("w", newline="") as file:
+        row = {"title": "q", "completion": "", **beside}
+        csv.DictWriter(file, row).writerows([dict(zip(row, row, strict=True)), row])
+    with pytest.raises(ConfigError, match="a record of no known form"):
+        list(source_of(tmp_path / "a.csv").documents())
 
 
 def test_rows_with_other_numbers_of_cells_are_bad_records(tmp_path: Path, caplog):
