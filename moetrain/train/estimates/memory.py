@@ -365,18 +365,22 @@ class RankSizes:
             wide = {n for n, rule in rules.items() if rule.trainable and rule.storage != dtype}
             share = sum(mine[name] for name in wide & mine.keys()) / sum(mine.values())
             self._unlike_kept = share * (1 - config.optim.offload_fraction)
+        stays = dims.efsdp == 1 and not self.is_alone
         adapters = {n for n in rules if n.endswith(ADAPTERS)}
         experts = [
             rule for n, rule in rules.items() if rule.style == "expert" and n not in adapters
         ]
         is_used_so = all(rule.storage == dtype and not rule.quant_format for rule in experts)
-        self._experts_stay = dims.efsdp == 1 and is_used_so and not self.is_alone
+        self._experts_stay = stays and is_used_so
         """True: experts are used as this rank keeps them, while other parameters are gathered."""
-        adapted = (
-            mine[n] / (dims.ep if rules[n].style == "expert" else 1) for n in adapters & mine.keys()
-        )
+        gathered = {  # adapters of experts stay like experts, if they are stored as they are used
+            n
+            for n in adapters & mine.keys()
+            if not (stays and rules[n].style == "expert" and rules[n].storage == dtype)
+        }
+        adapted = (mine[n] / (dims.ep if rules[n].style == "expert" else 1) for n in gathered)
         self._adapters = sum(adapted) / self.blocks.total()
-        """Number of a block's adapters on one rank. They are no matrices of its parts."""
+        """Number of a block's adapters that are gathered. They are no matrices of its parts."""
         self._blocks = {kind: self._block(*kind) for kind in self.blocks}
         self._peers += max(block.copies for block in self._blocks.values())
 

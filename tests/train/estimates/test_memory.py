@@ -189,6 +189,7 @@ LAYOUTS = [
     "train.dtype=float32",  # no shard has a copy
     "lora.rank=64 parallel.ep=2 model.moe_intermediate_size=512 "
     "moe.bias_update_rate=0",  # the frozen experts are used in place
+    "train.dtype=float32 lora.rank=64 parallel.ep=2 moe.bias_update_rate=0",  # their adapters too
 ]
 
 
