@@ -24,6 +24,8 @@ class Document(NamedTuple):
     """Bytes of the source that were read for the document, for the progress bar."""
     label: bool | None = None
     """For KTO: True for a desirable answer, False for an undesirable one. None: no label."""
+    has_empty_answer: bool = False
+    """True: an answer that is learned has no text, thought or call."""
     margin: float | None = None
     """For reward models: the least difference that the rewards of the pair's answers should have.
     None: margins are not read."""

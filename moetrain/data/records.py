@@ -348,7 +348,13 @@ class RecordReader:
         rendered = self.template.documents(
             messages, variables, train_on=self.train_on, num_given=num_given
         )
-        return [Document(each.text, each.spans, is_rendered=True) for each in rendered]
+        if self.train_on == "completion" and messages[num_given:]:
+            said = said[_num_before_last_question(messages[num_given:]) :]
+        is_empty = any(turn.get("weight", 1) and not _is_filled(turn) for turn in said)
+        return [
+            Document(each.text, each.spans, is_rendered=True, has_empty_answer=is_empty)
+            for each in rendered
+        ]
 
     def _chat(self, record: dict[str, Any]) -> list[Document]:
         return self._messages(record, "messages")
@@ -482,7 +488,8 @@ class RecordReader:
                 continue
             text, spans = found.texts[i], found.spans[i]
             is_blank = not any(text[a:b].strip() for a, b in spans)
-            documents.append([] if needs_prompt and is_blank else [Document(text, spans)])
+            document = Document(text, spans, has_empty_answer=is_blank)
+            documents.append([] if needs_prompt and is_blank else [document])
         return documents
 
 
@@ -703,6 +710,27 @@ def _are_texts_alone(record: Mapping[str, Any], keys: Sequence[str]) -> bool:
 def _question(record: Mapping[str, Any]) -> Any:
     """Return the field ``question``, as messages if it is the text of their JSON."""
     return turns_in(record.get("question"), "question")
+
+
+def _num_before_last_question(messages: Sequence[Message]) -> int:
+    """Return the number of answers before the last question that is answered."""
+    answers = [i for i, turn in enumerate(messages) if turn.get("role") == "assistant"]
+    last = answers[-1] if answers else 0
+    asked = max((i for i in range(last) if messages[i].get("role") == "user"), default=0)
+    return sum(i < asked for i in answers)
+
+
+def other_answer(record: object, documents: Sequence[Document]) -> str | None:
+    """Return a field of ``record`` that may hold its answer, with the text.
+
+    None: it has none, or ``documents`` show it.
+    """
+    named = record.items() if isinstance(record, dict) else ()
+    for key, value in named:
+        is_answer = key.lower() in _ANSWERS_OF_TEXTS and isinstance(value, str) and value.strip()
+        if is_answer and not is_said(value, [document.text for document in documents]):
+            return f"`{key}` {shortened(value)}"
+    return None
 
 
 def _is_filled(turn: Message) -> bool:

@@ -31,7 +31,7 @@ from moetrain.data.messages import (
     refuse_other_marks,
     words_of,
 )
-from moetrain.data.records import NoFormError, RecordReader
+from moetrain.data.records import NoFormError, RecordReader, other_answer
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.data.warned import warn_once
 
@@ -164,7 +164,8 @@ class Source(Files):
 
         Raises BadRecordError: a record is bad, and bad records are not skipped.
         """
-        num_records = num_chats = num_plain = num_empty = 0
+        num_records = num_chats = num_plain = num_empty = num_silent = 0
+        beside: str | None = None  # another answer of a record whose answer is empty
         unread: dict[str, None] = {}
         held: Counter[tuple[str, str]] = Counter()
         for each in found:
@@ -186,6 +187,9 @@ class Source(Files):
             if num_records <= _FIRST and self.reader is not None:
                 unread |= dict.fromkeys(self.reader.unread(record, documents))
             num_empty += not documents
+            if any(document.has_empty_answer for document in documents):
+                num_silent += 1
+                beside = beside or other_answer(record, documents)
             num_chats += any(document.is_rendered for document in documents)
             num_plain += any(
                 not document.is_rendered and document.loss_spans is not None
@@ -214,6 +218,14 @@ class Source(Files):
                 f"{self.path}: of {num_records:,} records {num_empty:,} have nothing to learn, and "
                 "are left out: their text is blank, or the weight (`weight`, `loss` and the like) "
                 "of the record or of all answers is 0",
+            )
+        if num_silent:
+            such = f", such as one with {beside}" * bool(beside)
+            warn_once(
+                f"empty answers {self.path}",
+                f"{self.path}: of {num_records:,} records {num_silent:,} have an empty answer"
+                f"{such}, which is learned as an answer that ends at once; leave such records out, "
+                "or write their answers",
             )
         if num_chats and num_plain:
             warn_once(

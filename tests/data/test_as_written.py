@@ -128,6 +128,44 @@ def test_a_run_on_empty_answers_alone_learns_their_ends(tmp_path: Path):
     assert targets == [ByteTokenizer().eos_id] * 2
 
 
+SILENT = "have an empty answer{}, which is learned as an answer that ends at once; leave such rec"
+
+
+@pytest.mark.parametrize(
+    ("record", "data", "beside"),
+    [
+        ({"prompt": "q", "completion": ""}, {}, ""),
+        ({"prompt": [USER], "completion": [EMPTY]}, {}, ""),
+        ({"question": "q", "answer": " "}, {}, ""),
+        ({"messages": [USER, EMPTY, USER, ANSWER]}, {}, ""),
+        # DeepScaleR's records, of which some solutions are empty
+        (
+            {"instruction": "q", "output": "", "answer": "26"},
+            {},
+            ", such as one with `answer` '26'",
+        ),
+        ({"messages": [USER, EMPTY, USER, ANSWER], "response": "a"}, {}, ""),
+        ({"messages": [USER, EMPTY, USER, ANSWER]}, {"train_on": "last"}, None),
+        ({"messages": [USER, EMPTY, USER, ANSWER]}, {"train_on": "completion"}, None),
+        ({"messages": [USER, {**EMPTY, "weight": 0}, USER, ANSWER]}, {}, None),
+        ({"messages": [USER, {**EMPTY, "reasoning_content": "t"}]}, {}, None),
+        ({"prompt": "q", "completion": "a"}, {}, None),
+    ],
+    ids=str,
+)
+def test_empty_answers_that_are_learned_are_counted(
+    record: dict, data: dict, beside: str | None, tmp_path: Path, caplog
+):
+    path = write_lines(tmp_path / "a.jsonl", record, record, {"text": "t"})
+    SEEN.clear()
+    settings: dict = {"path": str(path), "source": "records", "eval_fraction": 0, "seq_len": 8}
+    build_data(config(tmp_path, **settings, **data), BYTE_VOCAB)
+    says = f"{path}: of 3 records 2 {SILENT.format(beside)}"
+    assert [says in line for line in caplog.messages if "empty answer" in line] == (
+        [] if beside is None else [True]
+    )
+
+
 def test_a_record_without_prompt_and_answer_is_refused():
     with pytest.raises(BadLineError, match="`prompt` and `completion` are empty; leave such rec"):
         documents({"prompt": "", "completion": ""})
