@@ -26,6 +26,14 @@ def test_commands_are_called_by_name(monkeypatch, capsys):
     assert "usage: moetrain COMMAND" in capsys.readouterr().out
 
 
+def test_the_package_is_the_script(capfd):
+    words = [sys.executable, "-m", "moetrain", "version"]
+    assert subprocess.run(words, cwd=ROOT, check=False).returncode == 0
+    assert capfd.readouterr().out.startswith("moetrain ")
+    assert subprocess.run([*words[:-1], "trian"], cwd=ROOT, check=False).returncode == 2
+    assert capfd.readouterr().err.startswith("error: unknown command 'trian'")
+
+
 def test_an_unknown_name_is_one_line(capsys):
     assert main(["trian"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
