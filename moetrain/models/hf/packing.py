@@ -76,10 +76,14 @@ class Packing(NamedTuple):
 
         Raises ConfigError: an element is not finite.
         """
+        self.check(name, tensor)
+        return dict(zip(self.names(name), self.pack(tensor), strict=True))
+
+    def check(self, name: str, tensor: torch.Tensor) -> None:
+        """Raise ConfigError if the tensor ``name``, or a part of it, has what no format holds."""
         if not tensor.isfinite().all():
             problem = f"{self.name!r} cannot hold {name}, which has elements that are not finite"
             raise ConfigError("format", f"{problem}; use plain, or an earlier checkpoint")
-        return dict(zip(self.names(name), self.pack(tensor), strict=True))
 
     def chosen(self, model: Transformer, shapes: Mapping[str, _Shape]) -> set[str]:
         """Return the names of the files' tensors that are quantised.

@@ -196,7 +196,14 @@ class Export:
         """Describe the first parameter whose values exceed the dtype of the export; "": none do.
 
         ``here``: functions that return the parameters to check, by name.
+
+        Raises ConfigError: the format cannot hold one of them.
         """
+        for outgoing in self._own:
+            for piece in outgoing.pieces:
+                if outgoing.packing is not None and piece.parameter in here:
+                    weight = here[piece.parameter]()
+                    outgoing.packing.check(outgoing.name, weight[piece.place])
         # A parameter may go to several file tensors. Check it once for each dtype of these.
         names = {(p.parameter, x.dtype): x.name for x in self._own for p in x.pieces}
         for (parameter, dtype), name in names.items():
@@ -330,8 +337,8 @@ def save_hf(
         max_shard_bytes: largest size of a file; a larger single tensor gets a file of its own.
 
     Raises:
-        ConfigError: a weight exceeds the range of ``dtype``, or the family's files cannot have
-            ``format``, and nothing was written; or files of the source are gone or have changed,
+        ConfigError: a weight exceeds the range of ``dtype``, or is not finite and ``format`` cannot
+            hold it, or the family's files cannot have ``format``, and nothing was written; or files of the source are gone or have changed,
             and everything else was written.
         ValueError: the family's format cannot express the model's architecture.
     """

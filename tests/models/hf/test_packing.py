@@ -163,6 +163,7 @@ def test_zeros_and_huge_weights_are_held(tmp_path):
         model.get_parameter("layers.0.attn.wk.weight")[3, 5] = float("inf")
     with pytest.raises(ConfigError, match=r"format: 'fp8' cannot hold .*k_proj.*not finite; use"):
         save_hf(model, tmp_path / "bad", format="fp8")
+    assert not (tmp_path / "bad").exists()
 
 
 def test_stacked_experts_are_refused_before_anything_is_written(tmp_path):
