@@ -238,7 +238,10 @@ def main(argv: Sequence[str] | None = None, program: Program = TRAIN) -> int:
         source, overrides = (words[0], words[1:]) if is_source else (None, words)
         config = program.load(source, overrides)
         if is_dry_run:
-            _plan(config, program, shows=place is None or place.rank == 0)
+            try:
+                _plan(config, program, shows=place is None or place.rank == 0)
+            except RunFailed as error:
+                return _end(place, 1, error_line(f"failed: {error}"))
             return 0
         if place is not None:
             return _fit(config, program, place)

@@ -46,25 +46,35 @@ _NUMBERS = (Real, Decimal, np.generic, np.ndarray, torch.Tensor)
 # ---- answers of environments ---------------------------------------------------------------------
 
 
-def try_reward(environment: Jsonl, name: str, limit: float) -> None:
-    """Raise ConfigError if the reward function ``name`` returns something that is not a reward.
+def try_reward(environment: Jsonl, name: str, limit: float, *, is_plan: bool = False) -> None:
+    """Try the reward function ``name`` on the first line of ``rl.prompts``.
 
-    The function is called on the first line of ``rl.prompts``, with the line's own ``answer``, if
-    it has one, and with an empty text. A call that raises or takes longer than ``limit`` seconds is
-    only logged, because the function may work for other texts.
+    The answers are the line's own ``answer``, if it has one, and an empty text. A call that raises
+    or takes longer than ``limit`` seconds is only logged, because the function may work for other
+    texts.
+
+    Raises:
+        ConfigError: the function returns something that is not a reward.
+        RunFailed: ``is_plan`` is True, and the call with the line's own answer fails, or with the
+            empty text if the line has no answer.
     """
-    line, calls = environment.lines[0], Calls(limit)
-    for answer in {str(line.get("answer", "")): None, "": None}:
+    calls, own = Calls(limit), str(environment.lines[0].get("answer", ""))
+    for answer in {own: None, "": None}:
         calls.start(answer, environment.score, environment.problem(0), answer)
+    failed: dict[tuple[str, str], list[str]] = {}  # the answers with each failure
     for answer, found in calls.all_finished().items():
-        case = f"{name!r}, of line 1 of rl.prompts and the answer {shortened(answer)}"
         if isinstance(found, Failed):
-            logger.warning(
-                "rl.reward: %s, failed (%s): %s; trajectories whose reward fails are dropped",
-                *(case, found.reason, found.detail[:400]),
-            )
+            failed.setdefault((found.reason, found.detail), []).append(answer)
         elif (problem := reward_problem(found)) is not None:
+            case = f"{name!r}, of line 1 of rl.prompts and the answer {shortened(answer)}"
             raise ConfigError("rl.reward", f"{case}, returns {problem}")
+    for (reason, detail), answers in failed.items():
+        answered = f"answer{'s' * (len(answers) > 1)} {' and '.join(map(shortened, answers))}"
+        said = f"rl.reward: {name!r}, of line 1 of rl.prompts and the {answered}, failed "
+        said += f"({reason}): {detail[:400]}"
+        if is_plan and own in answers:
+            raise RunFailed(said)
+        logger.warning("%s; trajectories whose reward fails are dropped", said)
 
 
 def _number(value: Any) -> float | None:

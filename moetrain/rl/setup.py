@@ -49,11 +49,15 @@ class Setup:
             that content.
     """
 
-    def __init__(self, config: Config, arch: Architecture, device_type: str) -> None:
+    def __init__(
+        self, config: Config, arch: Architecture, device_type: str, *, is_plan: bool = False
+    ) -> None:
         """Import the user's files, make the environment and try the reward function.
 
-        Raises ConfigError: settings of different sections contradict one another, one cannot run
-        on this device, or something that a setting names does not exist.
+        Raises:
+            ConfigError: settings of different sections contradict one another, one cannot run on
+                this device, or something that a setting names does not exist.
+            RunFailed: ``is_plan`` is True, and the reward function fails (:func:`try_reward`).
         """
         if device_type == "cuda" and config.kernels.backend == "reference":
             problem = "'reference' has no generation on CUDA; use auto, or train.device cpu"
@@ -86,7 +90,7 @@ class Setup:
             raise ConfigError("rl.teacher", f"{problem}; name a teacher with the same tokenizer")
         self.environment = environment = open_environment(rl, tokenizer)
         if isinstance(environment, Jsonl):
-            try_reward(environment, str(rl.reward), rl.step_timeout)
+            try_reward(environment, str(rl.reward), rl.step_timeout, is_plan=is_plan)
             environment.warn_of_room(data.seq_len, rl.max_tokens)
         if rl.supervised_steps and not hasattr(environment, "demonstrate"):
             problem = f"{rl.supervised_steps}, but rl.env {rl.env!r} has no demonstrations"
@@ -108,8 +112,11 @@ class Setup:
 
     @classmethod
     def plan(cls, config: Config, arch: Architecture) -> str:
-        """Describe the memory that a run takes; raises the ConfigError that the run would raise."""
-        cls(config, arch, planned_machine(config).device.type)
+        """Describe the memory that a run takes; raises the ConfigError that the run would raise.
+
+        Raises RunFailed: the reward function fails for the first line of ``rl.prompts``.
+        """
+        cls(config, arch, planned_machine(config).device.type, is_plan=True)
         return plan_memory(config, arch, generates=True)
 
     @property

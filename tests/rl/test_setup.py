@@ -139,7 +139,7 @@ def test_a_dry_run_refuses_what_a_run_refuses(values, message, tmp_path, capsys)
     [
         (
             "len(answer) / len(line['solution'])",
-            "the answer '7', failed .raised.: KeyError: ",
+            "the answers '7' and '', failed .raised.: KeyError: ",
         ),
         ("float(int(answer) == line['answer'])", "the answer '', failed .raised.: ValueError: inv"),
         ("time.sleep(3600)", "failed .timeout.: no answer within rl.step_timeout"),
@@ -152,7 +152,35 @@ def test_a_reward_function_that_fails_on_trial_is_told_of(score, says, tmp_path,
     name = f"{tmp_path}/rewards.py:score"
     prompts = Prompts(ByteTokenizer(), chat=False)
     try_reward(Jsonl(prompts, f"{tmp_path}/prompts.jsonl", name), name, 0.2)
-    assert re.search(f"^rl.reward: '{name}', .*{says}", caplog.messages[0])
+    (line,) = caplog.messages
+    assert re.search(f"^rl.reward: '{name}', .*{says}", line)
+
+
+@pytest.mark.parametrize(
+    ("score", "line", "says"),
+    [
+        ("len(answer) / len(line['solution'])", {"answer": 7}, "answers '7' and '', .*KeyError: "),
+        ("answer and line['solution']", {"answer": 7}, "answer '7', .* KeyError: 'solution'"),
+        ("line['solution']", {}, "answer '', failed .raised.: KeyError: 'solution'"),
+        ("float(int(answer) == line['answer'])", {"answer": 7}, None),
+        ("0.5", {"answer": 7}, None),
+    ],
+)
+def test_a_dry_run_ends_with_1_if_the_reward_fails(score, line, says, tmp_path, capsys):
+    """The failure is said once. A function may well refuse an empty text."""
+    (tmp_path / "p.jsonl").write_text((json.dumps({"prompt": "3+4", **line}) + "\n") * 9)
+    text = f"def score(line, answer):\n    return float({score} or 0)\n"
+    (tmp_path / "rewards.py").write_text(text)
+    values = {k: x.replace("FOLDER", str(tmp_path)) for k, x in scored_by("score").items()}
+    words = words_of(tmp_path / "out", **values, **{"rl.supervised_steps": "0"})
+    assert run([*words, "--dry_run"]) == (0 if says is None else 1)
+    out, error = capsys.readouterr()
+    if says is None:
+        assert json.loads(out)["rl"]["env"] == "jsonl"
+    else:
+        name = f"{tmp_path}/rewards.py:score"
+        says = f"failed: rl.reward: '{name}', of line 1 of rl.prompts and the {says}"
+        assert re.fullmatch(f"{says}.*\n", error)
 
 
 def test_prompts_without_room_for_an_answer_are_told_of(tmp_path, caplog):
