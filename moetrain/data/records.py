@@ -337,20 +337,19 @@ class RecordReader:
         said = said[-1:] if self.train_on == "last" else said
         if said and (needs_text or self.reads_labels) and not any(map(_is_filled, said)):
             return []
+        is_empty = False  # answers of pairs and with a label are not
         if not self.reads_pairs:
             chosen = chosen_turns(messages, train_on=self.train_on, num_given=num_given)
-            for i in chosen:
-                if messages[i].get("weight", 1):
-                    refuse_bad_turn(messages[i], f"messages[{i}]")
+            learned = [i for i in chosen if messages[i].get("weight", 1)]
+            for i in learned:
+                refuse_bad_turn(messages[i], f"messages[{i}]")
+            is_empty = not all(_is_filled(messages[i]) for i in learned)
         _refuse_other_functions(record)
         variables = ChatTemplate.variables_of(record)
         self.template.warn_of_variables(record, variables)
         rendered = self.template.documents(
             messages, variables, train_on=self.train_on, num_given=num_given
         )
-        if self.train_on == "completion" and messages[num_given:]:
-            said = said[_num_before_last_question(messages[num_given:]) :]
-        is_empty = any(turn.get("weight", 1) and not _is_filled(turn) for turn in said)
         return [
             Document(each.text, each.spans, is_rendered=True, has_empty_answer=is_empty)
             for each in rendered
@@ -710,14 +709,6 @@ def _are_texts_alone(record: Mapping[str, Any], keys: Sequence[str]) -> bool:
 def _question(record: Mapping[str, Any]) -> Any:
     """Return the field ``question``, as messages if it is the text of their JSON."""
     return turns_in(record.get("question"), "question")
-
-
-def _num_before_last_question(messages: Sequence[Message]) -> int:
-    """Return the number of answers before the last question that is answered."""
-    answers = [i for i, turn in enumerate(messages) if turn.get("role") == "assistant"]
-    last = answers[-1] if answers else 0
-    asked = max((i for i in range(last) if messages[i].get("role") == "user"), default=0)
-    return sum(i < asked for i in answers)
 
 
 def other_answer(record: object, documents: Sequence[Document]) -> str | None:
