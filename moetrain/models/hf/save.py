@@ -338,8 +338,8 @@ def save_hf(
 
     Raises:
         ConfigError: a weight exceeds the range of ``dtype``, or is not finite and ``format`` cannot
-            hold it, or the family's files cannot have ``format``, and nothing was written; or files of the source are gone or have changed,
-            and everything else was written.
+            hold it, or the family's files cannot have ``format``, and nothing was written; or files
+            of the source are gone or have changed, and everything else was written.
         ValueError: the family's format cannot express the model's architecture.
     """
     export = Export(
