@@ -29,6 +29,8 @@ from moetrain.data.lost import (
     names_verdict,
     number_of_option,
     place_of_answer,
+    request_in,
+    systems_of_request,
     thoughts_of_field,
 )
 from moetrain.data.messages import (
@@ -742,7 +744,10 @@ def _remedy_for_served(record: Mapping[str, Any]) -> str | None:
             if not place.endswith(".text"):
                 where += ", which is a message of the assistant,"
             question = "the question, which is not in the record,"
-            if is_batch:
+            asked = (request_in(*field) for field in record.items() if field[0] != key)
+            if request := next(filter(None, asked), None):
+                question = _parts_of_request(*request)
+            elif is_batch:
                 question = "the question, which the batch's input file has under the same "
                 question += "`custom_id`,"
             leave = "; leave out records whose `status_code` is not 200" * is_http_response(value)
@@ -750,6 +755,16 @@ def _remedy_for_served(record: Mapping[str, Any]) -> str | None:
     if is_batch and not {"response", "result"}.isdisjoint(record):
         return "it is a result of a batch without an answer; leave such records out"
     return None
+
+
+def _parts_of_request(place: str, request: Mapping[str, Any]) -> str:
+    """Say which parts of a request to a server are to be written, before its answer."""
+    turns = next((key for key in ("messages", "contents") if key in request), None)
+    write = f"the turns of `{place}.{turns}`" if turns else f"the question in `{place}`"
+    systems = [key for key in systems_of_request(request) if "[" not in key]
+    parts = [f"`{place}.{key}` as `system`" for key in systems]
+    parts += [f"`{place}.tools` as `tools`"] * bool(request.get("tools"))
+    return f"{' and '.join(parts)}, and {write}" if parts else write
 
 
 def _remedy_for_response(record: Mapping[str, Any], reads_labels: bool) -> str | None:

@@ -200,6 +200,8 @@ _SCORES_OF_PAIRS = ("score_{}", "{}_score", "rating_{}", "{}_rating", "{}_avg_ra
 
 _TIE = re.compile(r"(?:tied?|draw)(?: \(\w+\))?", re.I)
 """Matches the word that neither of two answers is better: Arena's ``tie (bothbad)``."""
+_OF_REQUESTS = {"messages", "contents", "model"}
+"""Keys of the body of a request to a server, of which one is there."""
 _OF_PAIRS = {"prompt", "question", "instruction", "input", "chosen", "rejected", "system"}
 """Fields of pairs that are read."""
 
@@ -225,6 +227,7 @@ def refuse_lost(record: Mapping[str, Any], documents: Sequence[Document], form: 
         _refuse_empty_question(record)
     for name in ("messages", "conversations"):
         _refuse_marks(record.get(name), name)
+    _refuse_lost_request(record, documents)
     choices = choices_of(record) if form != "preference" else []  # those of a pair are its answers
     for key, value in record.items():
         texts = _texts_to_show(key, value, record, form, choices)
@@ -235,6 +238,56 @@ def refuse_lost(record: Mapping[str, Any], documents: Sequence[Document], form: 
             are_texts = isinstance(value, list) and all(isinstance(text, str) for text in value)
             text = lost[0] if are_texts else max(lost, key=len)
             raise BadLineError(_problem(key, value, text, record, form))
+
+
+def request_in(key: str, value: object) -> tuple[str, Mapping[str, Any]] | None:
+    """Return the place and the body of a request to a server in the field ``key``, as logs have it.
+
+    None: the field holds no request.
+    """
+    request = _parsed(value)
+    if isinstance(request, Mapping) and isinstance(request.get("body"), Mapping):
+        key, request = f"{key}.body", request["body"]
+    if not isinstance(request, Mapping) or _OF_REQUESTS.isdisjoint(request):
+        return None
+    return key, request
+
+
+def systems_of_request(request: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts for the system in the body of a request, by their places in it."""
+    found = {
+        key: "\n".join(_texts_of_parts(value))
+        for key, value in request.items()
+        if key == "system" or _is_system(key)
+    }
+    turns = request.get("messages")
+    for i, turn in enumerate(turns if isinstance(turns, list) else ()):
+        if isinstance(turn, Mapping) and role_of(turn) == "system":
+            found[f"messages[{i}]"] = "\n".join(_texts_of_parts(turn.get("content")))
+    return {place: text for place, text in found.items() if text.strip()}
+
+
+def _texts_of_parts(value: object) -> Iterator[str]:
+    """Yield a text, or the texts of its parts (``{"type": "text", "text": ...}``)."""
+    parts = value.get("parts", [value]) if isinstance(value, Mapping) else value
+    for part in parts if isinstance(parts, list) else [parts]:
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if isinstance(text, str):
+            yield text
+
+
+def _refuse_lost_request(record: Mapping[str, Any], documents: Sequence[Document]) -> None:
+    """Raise BadLineError if the system's text of a request beside the answer would be lost."""
+    for key, value in record.items():
+        if (found := request_in(key, value)) is None:
+            continue
+        place, request = found
+        for inner, text in systems_of_request(request).items():
+            if not is_said(text, (document.text for document in documents)):
+                said = (
+                    f"`{place}.{inner}` is the system's text and would be lost: {shortened(text)}"
+                )
+                raise BadLineError(f"{said}; write it as `system`, or leave `{key}` out")
 
 
 def _refuse_empty_question(record: Mapping[str, Any]) -> None:

@@ -249,6 +249,8 @@ def read_messages(
     if not isinstance(messages, list) or not messages:
         said = f"`{name}` is not a list of turns: {shortened(messages)}"
         raise BadLineError(f"{said}; give one turn or more")
+    if strict:
+        _refuse_branches(messages, name)
     turns: list[Message] = []
     has_masks = strict and _has_masks(messages, name)
     for i, message in enumerate(messages):
@@ -277,6 +279,32 @@ def read_messages(
         said = {key: value for key, value in turn.items() if key != "content" or value}
         turns[-1] = {**turns[-1], **said} | ({"tool_calls": calls} if calls else {})
     return _with_ids(turns)
+
+
+def _refuse_branches(messages: Sequence[object], name: str) -> None:
+    """Raise BadLineError if two turns follow the same one, as answers that were generated again do.
+
+    Exports of chats that are trees (LibreChat's ``parentMessageId``) list all branches.
+    """
+    first: dict[tuple[str, str], int] = {}
+    for i, message in enumerate(messages):
+        role = role_of(message) if isinstance(message, dict) else None
+        for key, value in message.items() if role in ("user", "assistant") else ():
+            if not _PARENT <= words_of(key) <= _PARENT | {"message", "turn"}:
+                continue
+            if not isinstance(value, str | int) or value == "":
+                continue
+            j = first.setdefault((key, str(value)), i)
+            if j != i:
+                said = f"{name}[{j}] and {name}[{i}] have the same `{key}`, {shortened(value)}"
+                raise BadLineError(
+                    f"{said}: they are branches of a tree; write the turns of one branch alone, "
+                    "those that lead to its last answer"
+                )
+
+
+_PARENT = {"parent", "id"}
+"""The words of a key that names the turn before a turn."""
 
 
 def _with_ids(turns: list[Message]) -> list[Message]:
@@ -518,6 +546,8 @@ def _read_turn(message: Mapping[str, Any], where: str, has_masks: bool) -> Messa
     if not isinstance(role, str):
         said = f"{where}.role is missing or not text: {shortened(turn)}"
         also = _OF_ITEMS.get(str(turn.get("type")), "")
+        if isinstance(turn.get("versions"), list):  # LM Studio's
+            also = "; it has several versions, of which `currentlySelected` is the one to write"
         raise BadLineError(f'{said}; give {{"role": ..., "content": ...}}{also}')
     turn["role"] = role
     weight = _read_weight(turn, where, has_masks)

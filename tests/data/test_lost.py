@@ -1558,3 +1558,60 @@ def test_the_other_branch_of_a_chat_is_named_and_a_copy_is_not():
     other = {"id": "a1", "role": "assistant", "content": "A bat."}
     chat = {"history": {"messages": {"u1": turns[0], "a1": other, "a2": turns[1]}}}
     assert unread({"messages": turns, "chat": chat}) == ["chat"]
+
+
+# ---- requests beside their answers, and branches ------------------------------------------------
+
+TOLD = [
+    {"model": "m", "system": "S", "messages": [USER]},  # Anthropic's Messages API
+    {"model": "m", "system": [{"type": "text", "text": "S"}], "messages": [USER]},
+    {"model": "m", "messages": [SYSTEM, USER]},  # OpenAI's chat completions
+    {"systemInstruction": {"parts": [{"text": "S"}]}, "contents": [USER]},  # Gemini's
+    {"url": "/v1/chat/completions", "body": {"messages": [SYSTEM, USER]}},
+    json.dumps({"model": "m", "messages": [SYSTEM, USER]}),
+]
+
+
+@pytest.mark.parametrize("request_", TOLD, ids=str)
+def test_the_systems_text_of_a_request_beside_its_answer_is_not_lost(request_: Any):
+    with pytest.raises(BadLineError, match=r"`request\..* is the system's text .*: 'S'; write it"):
+        documents({"request": request_, "messages": [USER, ANSWER]})
+    (whole,) = documents({"request": request_, "system": "S", "messages": [USER, ANSWER]})
+    assert whole.text == theirs(SYSTEM, USER, ANSWER)
+    (whole,) = documents({"request": request_, "messages": [SYSTEM, USER, ANSWER]})
+    assert whole.text == theirs(SYSTEM, USER, ANSWER)
+
+
+def test_what_describes_a_machine_is_no_request():
+    (whole,) = documents({"info": {"system": "Linux 6"}, "messages": [USER, ANSWER]})
+    assert whole.text == theirs(USER, ANSWER)
+
+
+@pytest.mark.parametrize("key", ["parentMessageId", "parent_id", "parentId"])
+def test_branches_of_a_chat_are_not_turns_behind_one_another(key: str):
+    """LibreChat and Open WebUI keep an answer beside the one that was generated in its place."""
+    first, other = {**ANSWER, key: "1"}, {**ANSWER, "content": "b", key: "1"}
+    turns = [{**USER, key: "0"}, first, other]
+    with pytest.raises(BadLineError, match=rf"messages\[1\] and messages\[2\] have .*`{key}`, '1'"):
+        documents({"messages": turns})
+    (whole,) = documents({"messages": [turns[0], other]})
+    assert whole.text == theirs(USER, {**ANSWER, "content": "b"})
+    results = [{"role": "tool", "content": x, key: "1"} for x in "xy"]  # of calls at once
+    assert documents({"messages": [turns[0], {**first, key: "2"}, *results, other]})
+
+
+def test_advice_on_a_log_names_the_parts_of_its_request():
+    request_ = {"model": "m", "system": "S", "messages": [USER], "tools": [{"name": "f"}]}
+    answer = {"id": "1", "type": "message", "role": "assistant", "content": [{"type": "text"}]}
+    answer["content"][0]["text"] = "a"
+    said = (
+        "write `request.system` as `system` and `request.tools` as `tools`, and the turns of "
+        "`request.messages` and `response`, which is a message of the assistant, as `messages`"
+    )
+    with pytest.raises(BadLineError, match=re.escape(said)):
+        documents({"request": request_, "response": answer})
+    (whole,) = documents({"request": request_, "system": "S", "messages": [USER, answer]})
+    assert theirs(SYSTEM, USER, ANSWER) == whole.text
+    version = {"versions": [USER], "currentlySelected": 0}
+    with pytest.raises(BadLineError, match=r"several versions, of which `currentlySelected`"):
+        documents({"messages": [version]})
