@@ -205,12 +205,23 @@ def _likely(line: Mapping[str, Any]) -> list[str]:
     return sorted(texts, key=lambda key: (words_of(key).isdisjoint(_ASKING), -len(line[key])))
 
 
-def place_of_answer(line: Mapping[str, Any]) -> str:
-    """Describe where the right answer of a line without ``answer`` may be. Empty: nowhere."""
+class PlaceOfAnswer(NamedTuple):
+    """Where the right answer of a line may be."""
+
+    field: str
+    """The field, with a dot before a field within it."""
+    value: object
+    """What it holds."""
+    said: str
+    """The place in words."""
+
+
+def place_of_answer(line: Mapping[str, Any]) -> PlaceOfAnswer | None:
+    """Return where the right answer of a line may be. None: nowhere."""
     named = {key.lower(): key for key, value in line.items() if value is not None}
     place = next((named[name] for name in ("answer", *ANSWERS) if name in named), None)
     if place is None:
-        return ""
+        return None
     value, packed = line[place], ""
     while True:
         inner = _unpacked(value)
@@ -219,8 +230,18 @@ def place_of_answer(line: Mapping[str, Any]) -> str:
         names = (*ANSWERS, "answer", "value")
         key = next((key for key in names if given.get(key) is not None), None)
         if key is None:
-            return "one value of " * isinstance(inner, list) + f"`{place}`{packed}"
+            said = "one value of " * isinstance(inner, list) + f"`{place}`{packed}"
+            return PlaceOfAnswer(place, inner, said)
         place, value = f"{place}.{key}", given[key]
+
+
+def has_number(shown: Sequence[str], value: object) -> bool:
+    """Return whether ``value`` is a number, or the text of one, that a text of ``shown`` has."""
+    number = str(value).strip()
+    if isinstance(value, bool) or re.fullmatch(r"[-+]?\d+(?:\.\d+)?", number) is None:
+        return False
+    pattern = re.compile(rf"(?<![\w.]){re.escape(number)}(?!\.?\w)")
+    return any(pattern.search(text) for text in shown)
 
 
 def is_packed(answer: object) -> bool:

@@ -23,6 +23,7 @@ import math
 import os
 import random
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from moetrain.data.chat import ChatTemplate
 from moetrain.data.containers import Files
 from moetrain.data.field_names import SYSTEMS
 from moetrain.data.known_sets import with_tools_of_metadata
-from moetrain.data.lost import number_of_option
+from moetrain.data.lost import choices_of, number_of_option
 from moetrain.data.messages import BadLineError, is_message, read_messages, text_of, turns_in
 from moetrain.data.pairs import with_system
 from moetrain.data.tokenizer import Tokenizer
@@ -44,6 +45,7 @@ from moetrain.rl.envs.lines import (
     ANSWERS,
     Hidden,
     advice_for_prompt,
+    has_number,
     hidden_parts,
     is_packed,
     place_of_answer,
@@ -189,10 +191,8 @@ class Jsonl(TextEnvironment):
                 problem = f"`{variable}` would be lost, as no chat template formats `prompt`"
                 remedy = "set rl.chat yes, or give `messages`"
                 raise ConfigError("rl.prompts", f"{path!r} line {number}: {problem}; {remedy}")
-            if reward in _COMPARING and (problem := _answer_problem(line, reward)):
-                remedy = "or another rl.reward: a function of yours (FILE.py:NAME) gets the whole "
-                remedy += "record, with its tests or rubrics"
-                raise ConfigError("rl.prompts", f"{path!r} line {number}: {problem}, {remedy}")
+            if reward in _COMPARING and (problem := self._answer_problem(line, reward)):
+                raise ConfigError("rl.prompts", f"{path!r} line {number}: {problem}")
             try:
                 prompts.check(self._asked(line), line)
             except BadLineError as error:
@@ -202,13 +202,55 @@ class Jsonl(TextEnvironment):
         if reward in _COMPARING:
             self._warn_of_answers(path, reward)
 
+    def _answer_problem(self, line: dict[str, Any], reward: str) -> str:
+        """Describe why ``reward`` cannot compare the answer of ``line``. Empty: it can."""
+        answer = line.get("answer")
+        own = "a function of yours (FILE.py:NAME) gets the whole record"
+        other = f", or another rl.reward: {own}, with its tests or rubrics"
+        if answer is None:
+            lacks = f"no answer, which {reward} needs"
+            place = place_of_answer(line)
+            if place and self._asks_with(place.field):
+                return (
+                    f"{lacks}, and `{place.field}` is no right answer: each prompt has its number, "
+                    f"which a policy could repeat; set another rl.reward: {own}, and checks how "
+                    "the number is reached"
+                )
+            perhaps = f" (perhaps from {place.said})" if place else ""
+            return f"{lacks}; give it as `answer`{perhaps}{other}"
+        if not isinstance(answer, dict | list):
+            return ""
+        kind = "an object" if isinstance(answer, dict) else "a list"
+        inner = [key for key in (*ANSWERS, "value") if isinstance(answer, dict) and key in answer]
+        write = f"write its `{inner[0]}`" if inner else "write one value"
+        said = f"`answer` is {kind}, which {reward} cannot compare: {shortened(answer)}"
+        return f"{said}; {write} there{other}"
+
+    def _asks_with(self, field: str) -> bool:
+        """Return whether each of the first prompts shows the number in the answer's ``field``:
+        Countdown's ``target``. A single prompt may do so by chance."""
+        checked = self.lines[:_CHECKED]
+        return len(checked) > 1 and all(self._shows_number(line, field) for line in checked)
+
+    def _shows_number(self, line: dict[str, Any], field: str) -> bool:
+        place = place_of_answer(line)
+        if place is None or place.field != field or choices_of(line):
+            return False
+        with suppress(BadLineError):  # it is raised with the number of its line later
+            return has_number(self._shown(line), place.value)
+        return False
+
+    def _shown(self, line: dict[str, Any]) -> list[str]:
+        """Return the texts of the prompt of ``line``."""
+        asked = self._asked(line)
+        turns = [{"content": asked}] if isinstance(asked, str) else asked
+        return [text_of(turn) for turn in turns]
+
     def _warn_of_hidden_parts(self, path: str) -> None:
         """Log a line for each part of the first lines that the policy is not shown and may need."""
         found: dict[str, list[tuple[int, Hidden]]] = {}
         for number, line in enumerate(self.lines[:_CHECKED], 1):
-            asked = self._asked(line)
-            turns = [{"content": asked}] if isinstance(asked, str) else asked
-            for part in hidden_parts(line, [text_of(turn) for turn in turns]):
+            for part in hidden_parts(line, self._shown(line)):
                 found.setdefault(part.place, []).append((number, part))
         for place, parts in found.items():
             number, first = parts[0]
@@ -232,6 +274,14 @@ class Jsonl(TextEnvironment):
                 "%d: %s), and rl.reward %s compares the number itself; write the letter or the "
                 "text of that option as `answer`, unless the prompt asks for the index",
                 *(path, len(answers), len(numbers), options, first + 1, answers[first], reward),
+            )
+        if self._asks_with("answer"):
+            logger.warning(
+                "rl.prompts: %r: each of the first %d prompts shows its `answer` (line 1: %s), and "
+                "a policy that repeats this number earns 1 by rl.reward %s; if the prompt asks how "
+                "to reach the number, set rl.reward FILE.py:NAME, a function of yours that checks "
+                "it",
+                *(path, len(answers), answers[0], reward),
             )
         if isinstance(self.reward, MathReward):
             values = self.reward.values
@@ -311,21 +361,6 @@ class Jsonl(TextEnvironment):
 
     def score(self, problem: Problem, answer: str) -> float | Awaitable[float]:
         return self.reward(copy.deepcopy(problem.facts), answer)  # it may change its copy
-
-
-def _answer_problem(line: dict[str, Any], reward: str) -> str:
-    """Describe why ``reward`` cannot compare the answer of ``line``. Empty: it can."""
-    answer = line.get("answer")
-    if answer is None:
-        place = place_of_answer(line)
-        perhaps = f" (perhaps from {place})" if place else ""
-        return f"no answer, which {reward} needs; give it as `answer`{perhaps}"
-    if not isinstance(answer, dict | list):
-        return ""
-    kind = "an object" if isinstance(answer, dict) else "a list"
-    inner = [key for key in (*ANSWERS, "value") if isinstance(answer, dict) and key in answer]
-    write = f"write its `{inner[0]}`" if inner else "write one value"
-    return f"`answer` is {kind}, which {reward} cannot compare: {shortened(answer)}; {write} there"
 
 
 def _find_reward(name: str) -> _Reward:

@@ -611,6 +611,49 @@ def test_answers_without_a_value_are_said(lines, caplog):
     assert "of the first 4 answers 2 have no value that rl.reward math finds (line 2" in caplog.text
 
 
+COUNTDOWN = [  # Jiayi-Pan/Countdown-Tasks-3to4, with a prompt in words
+    {"target": 98, "nums": [44, 19, 35], "prompt": "Using the numbers [44, 19, 35], make 98."},
+    {"target": 64, "nums": [63, 95, 96], "prompt": "Using the numbers [63, 95, 96], make 64."},
+]
+
+
+@pytest.mark.parametrize("reward", ["exact", "math"])
+def test_a_number_that_each_prompt_shows_is_not_offered_as_its_answer(lines, caplog, reward):
+    """Countdown's ``target`` is what the numbers shall make, and an expression the answer."""
+    if reward == "math":
+        pytest.importorskip("math_verify")
+    lines.write_text("".join(json.dumps(line) + "\n" for line in COUNTDOWN))
+    says = r"line 1: no answer, .* and `target` is no right answer: .*; set another rl.reward"
+    with pytest.raises(ConfigError, match=says) as error:
+        opened("jsonl", prompts=lines, reward=reward)
+    assert "perhaps" not in str(error.value)
+    named = [{**line, "answer": line["target"]} for line in COUNTDOWN]
+    lines.write_text("".join(json.dumps(line) + "\n" for line in named))
+    opened("jsonl", prompts=lines, reward=reward)
+    assert "each of the first 2 prompts shows its `answer` (line 1: 98)" in caplog.text
+
+
+def test_a_prompt_that_cannot_be_read_is_named_beside_an_answer_that_is_missing(lines):
+    """The first line has no answer, and the second one a turn that is no object."""
+    rows = [COUNTDOWN[0], {**COUNTDOWN[1], "prompt": [3]}]
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ConfigError, match="line 1: no answer"):
+        opened("jsonl", prompts=lines, reward="exact")
+
+
+def test_a_number_that_one_prompt_shows_by_chance_is_offered(lines, caplog):
+    """The second answer, 41, is no number of its prompt, though 410 and 4.1 are."""
+    asked = [("5 apples, and 0 more: how many?", 5), ("Round 40.6, not 410 or 4.1.", 41)]
+    rows = [{"prompt": prompt, "target": target} for prompt, target in asked]
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ConfigError, match="perhaps from `target`"):
+        opened("jsonl", prompts=lines, reward="exact")
+    rows = [{"prompt": prompt, "answer": target} for prompt, target in asked]
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    opened("jsonl", prompts=lines, reward="exact")
+    assert "shows its `answer`" not in caplog.text
+
+
 @pytest.mark.parametrize("reward", ["exact", "math"])
 @pytest.mark.parametrize(
     ("answer", "is_said"), [(1, True), (0, True), (2, False), ("1", False), ("B", False)]
