@@ -749,6 +749,8 @@ def _text_in(record: Mapping[str, Any], key: str) -> str:
     if not isinstance(value, str):
         are_texts = isinstance(value, list) and all(isinstance(each, str) for each in value)
         write = "write one of them there" if are_texts and value else "write a text there"
+        if isinstance(value, bool | int | float):
+            write = f'write it as a text there, such as "{str(value).lower()}"'
         if options := number_of_option(record, key):
             write = f"if it is an index from 0 into `{options}`, write the letter or the text of "
             write += "that option there"

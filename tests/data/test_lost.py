@@ -1615,3 +1615,60 @@ def test_advice_on_a_log_names_the_parts_of_its_request():
     version = {"versions": [USER], "currentlySelected": 0}
     with pytest.raises(BadLineError, match=r"several versions, of which `currentlySelected`"):
         documents({"messages": [version]})
+
+
+# ---- parts of objects, and fields that are no answers -------------------------------------------
+
+
+def test_the_name_of_a_tables_file_is_no_part_of_the_question():
+    """WikiTableQuestions has it beside the header and the rows."""
+    table = {"header": ["City", "Year"], "rows": [["Ulm", "1990"]], "name": "csv/590.csv"}
+    asked = "Which year?\nCity | Year\nUlm | 1990"
+    (whole,) = documents({"instruction": asked, "output": "1990", "table": table})
+    assert whole.text == theirs({**USER, "content": asked}, {**ANSWER, "content": "1990"})
+    with pytest.raises(BadLineError, match=r"`table` may be a part .*: '(City|Year|1990|Ulm)'"):
+        documents({"instruction": "Which year?", "output": "1990", "table": table})
+
+
+def test_a_context_that_is_an_object_keeps_its_name():
+    """HotpotQA has titles and sentences."""
+    context = {"title": ["T"], "sentences": [["The magazine began in 1844."]]}
+    record = {"instruction": "When?", "output": "1844", "context": context}
+    with pytest.raises(BadLineError, match=r"`context` may be .*The magazine.*in the question"):
+        documents(record)
+    asked = "The magazine began in 1844. When?"
+    (whole,) = documents({**record, "instruction": asked})
+    assert whole.text == theirs({**USER, "content": asked}, {**ANSWER, "content": "1844"})
+
+
+def test_a_wrong_answer_is_not_advised_as_the_answer():
+    """GPQA has three of them."""
+    wrong = {f"Incorrect Answer {i}": f"w{i}" for i in (1, 2, 3)}
+    with pytest.raises(BadLineError) as found:
+        documents({"Question": "q", "Correct Answer": "a", **wrong})
+    advice = str(found.value).partition("text (text); ")[2]
+    assert "write `Question` as `instruction` and `Correct Answer` as `output`" in advice
+    assert "Incorrect" not in advice
+
+
+@pytest.mark.parametrize(("value", "text"), [(True, "true"), (False, "false"), (7, "7")])
+def test_a_value_that_is_no_text_is_written_as_one(value: object, text: str):
+    """BoolQ's answers are truth values."""
+    with pytest.raises(
+        BadLineError, match=rf"'output' is not text: {value}; .* such as \"{text}\""
+    ):
+        documents({"instruction": "q", "output": value})
+    (whole,) = documents({"instruction": "q", "output": text})
+    assert whole.text == theirs(USER, {**ANSWER, "content": text})
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_what_a_verifier_reads_is_no_answer(as_text: bool):
+    """RLVR-IFeval has the name of a check and its arguments."""
+    check: Any = {"func_name": "validate_lowercase", "N": None}
+    record = {"messages": [USER], "ground_truth": json.dumps(check) if as_text else check}
+    said = (
+        "is what a reward needs .*moetrain rl, or write" if as_text else "no assistant.*moetrain rl"
+    )
+    with pytest.raises(BadLineError, match=said):
+        documents(record)
