@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 from moetrain.config.sources import shortened
 from moetrain.data.lost import (
     PASSAGES,
-    choices_of,
     describes,
     is_about_answer,
     is_about_question,
@@ -27,7 +26,6 @@ from moetrain.data.lost import (
     is_label,
     is_score,
     names_verdict,
-    number_of_option,
     place_of_answer,
     request_in,
     systems_of_request,
@@ -46,6 +44,7 @@ from moetrain.data.messages import (
     value_in,
     words_of,
 )
+from moetrain.data.options import choices_of, kind_of, pointer_in
 from moetrain.data.tools import are_tools, names_of_tools
 
 _GLAIVE_TURN = re.compile(r"(?:\A|\n\n)\s*(USER|ASSISTANT|FUNCTION RESPONSE):")
@@ -107,6 +106,8 @@ _OF_TWO = re.compile(
     r"(?:orig_)?(?:response|answer|completion|conversation|conv|output)_?[012ab]", re.I
 )
 """Matches the name of one of two answers: PKU-SafeRLHF's, HelpSteer's, WebGPT's, Arena's."""
+_ASKED_BESIDE_OPTIONS = {"sentence", "goal", "stem", "instruction", "premise", "hypothesis"}
+"""Further names of a question with options: WinoGrande's, PIQA's, COPA's."""
 _JUDGES = re.compile(
     r".*_response_id|(?:overall_|orig_)?preference(?:_strength)?|winner(?:_model_[ab])?|label"
 )
@@ -809,6 +810,8 @@ def _remedy_for_question(record: Mapping[str, Any]) -> str | None:
     named, asked = _named(record), _asked(record)
     if asked and asked[0] != "prompt" and is_dialogue(record[asked[0]]):
         return None
+    if (said_of_option := _remedy_for_pointer(record)) is not None:
+        return said_of_option
     said = [key for key in named if named[key] in RESPONSES and isinstance(record[key], str)]
     if len(said) > 1:
         return f"it has {' and '.join(f'`{key}`' for key in said)}; leave one of them out"
@@ -842,14 +845,6 @@ def _remedy_for_question(record: Mapping[str, Any]) -> str | None:
         problem = f"`{asked[0]}` has no answer of a known name beside it"
         return f"{problem}; write {write}, or {_OF_POLICY}"
     answers = likely + [key for key in named if named[key] in _ANSWERS - _OF_PAIRS]
-    options = {key: found for key in answers if (found := number_of_option(record, key))}
-    if options and (asked or "instruction" in named):
-        key, field = next(iter(options.items()))
-        write = f"{question} as `instruction` and " * bool(asked)
-        return (
-            f"`{key}` seems to be an index from 0 into `{field}`; write {write}the letter or the "
-            f"text of the option that it names as `output`, or {_OF_POLICY}"
-        )
     answers = [_place_of_answer(key, record[key]) for key in answers]
     if "instruction" in named and "output" not in named and answers:
         return f"write {_one_of(answers)} as `output`"
@@ -878,6 +873,33 @@ def _remedy_for_question(record: Mapping[str, Any]) -> str | None:
         return (
             write + _without_thought(record) + _also_thought(record)
         )  # CoT-Collection's rationale
+    return None
+
+
+def _remedy_for_pointer(record: Mapping[str, Any]) -> str | None:
+    """Return the advice for an answer that only points at an option: MMLU's, WinoGrande's."""
+    named, asked = _named(record), _asked(record)
+    answers = [key for key in named if named[key] in (_ANSWERS | {"answerkey"}) - _OF_PAIRS]
+    answers += [key for key in ("label",) if named.get(key) == key]
+    found = {key: x for key in answers if (x := pointer_in(record, record[key])) is not None}
+    texts = [value for value in record.values() if isinstance(value, str)]
+    for key, pointer in found.items():
+        if pointer.is_explained([*texts, *pointer.options]):
+            continue
+        others = [
+            name
+            for name in named
+            if name not in (key, *choices_of(record))
+            and _is_text(record[name])
+            and (named[name] in PASSAGES or named[name] in _ASKED_BESIDE_OPTIONS)
+        ]
+        parts = [*asked[:1], *(name for name in others if name not in asked)]
+        what = " and ".join(f"`{name}`" for name in parts) or "what is asked"
+        write = f"write {what} with {pointer.where} as `instruction`"
+        return (
+            f"`{key}` seems to be {kind_of([pointer])} {pointer.where}; {write} and the text of "
+            f"the option that it names as `output`, or {_OF_POLICY}"
+        )
     return None
 
 

@@ -39,6 +39,7 @@ from moetrain.data.messages import (
     value_in,
     words_of,
 )
+from moetrain.data.options import Pointer, choices_of, listed, pointer_in
 from moetrain.data.tools import names_of_tools
 from moetrain.data.warned import warn_once
 
@@ -125,10 +126,6 @@ _OF_OTHER_TOOLS = {"target"}
 """Words in the names of tools that were taken out of a record on purpose: When2Call's."""
 _OF_ENVELOPES = ("assistant", "finish_reason", "candidates", "status_code")
 """Words in the text of a server's response."""
-CHOICES = {"choices", "options"}
-"""Names of fields with the answers that a question gives to choose from."""
-_CHOICE = re.compile(r"(?:op|opt|option|choice|ending|sol|alternative)_?[a-e0-9]|[a-e]", re.I)
-"""Matches the name of a field with one choice, if a record has several: MedMCQA's, PIQA's."""
 _SYSTEMS = {
     *("sys", "custom_system_prompt", "sys_prompt", "instructions", "preamble", "developer"),
     "developer_prompt",
@@ -229,6 +226,8 @@ def refuse_lost(record: Mapping[str, Any], documents: Sequence[Document], form: 
         _refuse_marks(record.get(name), name)
     _refuse_lost_request(record, documents)
     choices = choices_of(record) if form != "preference" else []  # those of a pair are its answers
+    if form != "preference":
+        _refuse_pointer(record, form)
     for key, value in record.items():
         texts = _texts_to_show(key, value, record, form, choices)
         lost = [t for t in texts if not is_said(t, (document.text for document in documents))]
@@ -290,6 +289,45 @@ def _refuse_lost_request(record: Mapping[str, Any], documents: Sequence[Document
                 raise BadLineError(f"{said}; write it as `system`, or leave `{key}` out")
 
 
+_ANSWER_IN = {"alpaca": "output", "completion": "completion"}
+"""The field with the answer of a form."""
+
+
+def _refuse_pointer(record: Mapping[str, Any], form: str) -> None:
+    """Raise BadLineError if the answer only points at an option that the question neither numbers
+    nor letters, such as the 2 of WinoGrande's ``answer``."""
+    turns = _turns_of(record, "messages") or _turns_of(record, "conversations")
+    if (name := _ANSWER_IN.get(form)) is not None:
+        answer = record.get(name)
+        asked = [record.get(key) for key in ("system", "instruction", "input", "prompt", "history")]
+    else:
+        last = turns[-1] if turns and role_of(turns[-1]) == "assistant" else {}
+        answer = last.get("content", last.get("value"))
+        asked = [record.get("system"), *turns[:-1]]
+    found = pointer_in(record, answer)
+    shown = [*_texts_in(asked)]
+    if found is None or found.is_explained(shown):
+        return
+    write = "write the text of that option as the answer"
+    if not all(is_said(text, shown) for text in found.options):
+        write += ", and the options in the question"
+    raise BadLineError(
+        f"the answer {shortened(answer)} only points at an option of {found.where}, and the "
+        f"question does not say at which: {_meaning(found)}; {write}, or leave {found.where} out "
+        "if the question says what the answer means",
+        kind=f"the answer only points at an option of {found.where}",
+    )
+
+
+def _meaning(found: Pointer) -> str:
+    """Describe the option at which an answer points, for an error."""
+    if not found.by_begin:
+        return f"it is {shortened(found.text)}"
+    ways = [f"as an index from {x} it is {shortened(text)}" for x, text in found.by_begin.items()]
+    alone = ", and this answer alone does not show where the index begins" * (len(ways) > 1)
+    return ", ".join(ways) + alone
+
+
 def _refuse_empty_question(record: Mapping[str, Any]) -> None:
     """Raise BadLineError if a question has neither a letter nor a digit, such as the "-" of
     OpenCodeReasoning, whose questions lie in another data set."""
@@ -316,7 +354,7 @@ def unread_fields(record: Mapping[str, Any], documents: Sequence[Document], form
         if key not in read
         and not describes(key, value)
         and not (_is_of_numbers(key) and not isinstance(value_in(value), str))
-        and not shown.all_of(_own_texts(_parsed(value)))
+        and not shown.all_of(_own_texts(listed(_parsed(value))))
     ]
     of_turns = (key for name in record if name in read for key in _unread_keys(name, record, shown))
     return [*fields, *dict.fromkeys(of_turns)]
@@ -463,26 +501,6 @@ def thoughts_of_field(key: str, value: object) -> list[str]:
     if key.lower() not in _THOUGHTS and not _has_words(key, _OF_THOUGHTS):
         return []
     return [text for text in thoughts_in(value) if text.strip().lower() not in _MODES]
-
-
-def choices_of(record: Mapping[str, Any]) -> list[str]:
-    """Return the fields with the answers that a question gives to choose from."""
-    single = [key for key in record if _CHOICE.fullmatch(key) and any(_texts_in(record[key]))]
-    named = [key for key in record if key.lower() in CHOICES]
-    return named + single * (len(single) > 1)
-
-
-def number_of_option(record: Mapping[str, Any], key: str) -> str | None:
-    """Return the field with the list of options into which the number in the field ``key`` points.
-
-    MMLU's ``answer`` is such a number, from 0. None: the field has no number, or the record no
-    list of as many options.
-    """
-    number = record.get(key)
-    if type(number) is not int:
-        return None
-    lists = (name for name in record if name.lower() in CHOICES and isinstance(record[name], list))
-    return next((name for name in lists if 0 <= number < len(record[name])), None)
 
 
 def refuse_lost_answer(record: Mapping[str, Any], turns: Sequence[Any], name: str) -> None:
@@ -663,7 +681,9 @@ def _texts_to_show(
         thoughts = [text for text in _texts_in(value) if "</think>" in text]
         if thoughts:
             return thoughts
-    if name in _TEXTS or _is_system(key) or key in choices:
+    if key in choices:
+        return [*_texts_in(listed(value))]
+    if name in _TEXTS or _is_system(key):
         return [*_texts_in(value)]
     if key != name and name == "tools":
         return [*_texts_in(value)]

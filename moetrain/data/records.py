@@ -23,7 +23,6 @@ from moetrain.data.documents import Document
 from moetrain.data.field_names import name_of_dialogue, renamed
 from moetrain.data.known_sets import read_known_set, remedy_for, remedy_for_two
 from moetrain.data.lost import (
-    number_of_option,
     refuse_bad_turn,
     refuse_bad_verdict,
     refuse_lost,
@@ -51,6 +50,7 @@ from moetrain.data.messages import (
     value_in,
     weight_of,
 )
+from moetrain.data.options import kind_of, pointer_in
 from moetrain.data.pairs import (
     BEFORE_ANSWERS,
     KNOWN_FORMS,
@@ -751,8 +751,8 @@ def _text_in(record: Mapping[str, Any], key: str) -> str:
         write = "write one of them there" if are_texts and value else "write a text there"
         if isinstance(value, bool | int | float):
             write = f'write it as a text there, such as "{str(value).lower()}"'
-        if options := number_of_option(record, key):
-            write = f"if it is an index from 0 into `{options}`, write the letter or the text of "
-            write += "that option there"
+        if found := pointer_in(record, value):
+            kind = kind_of([found])
+            write = f"if it is {kind} {found.where}, write the text of that option there"
         raise BadLineError(f"{key!r} is not text: {shortened(value)}; {write}{_or_rows(value)}")
     return value

@@ -15,8 +15,9 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from moetrain.data.containers import OBJECTS
-from moetrain.data.lost import PASSAGES, choices_of, describes
+from moetrain.data.lost import PASSAGES, describes
 from moetrain.data.messages import is_dialogue, is_said, words_of
+from moetrain.data.options import choices_of, listed
 from moetrain.data.tools import names_of_tools
 
 ANSWERS = (
@@ -84,7 +85,7 @@ def hidden_parts(line: Mapping[str, Any], shown: Sequence[str]) -> Iterator[Hidd
     for key, value in line.items():
         if key in _SHOWN:
             continue
-        texts = [*_texts_in(key, value)]
+        texts = [*_texts_in(key, listed(value) if key in choices else value)]
         is_part = key in choices or key.lower() in _PARTS
         if is_part or (not words_of(key).isdisjoint(_OF_PARTS) and not describes(key, value)):
             parts = [(place.rpartition("."), text) for place, text in texts]

@@ -36,8 +36,8 @@ from moetrain.data.chat import ChatTemplate
 from moetrain.data.containers import Files
 from moetrain.data.field_names import SYSTEMS
 from moetrain.data.known_sets import with_tools_of_metadata
-from moetrain.data.lost import choices_of, number_of_option
 from moetrain.data.messages import BadLineError, is_message, read_messages, text_of, turns_in
+from moetrain.data.options import Pointer, choices_of, kind_of, pointer_in
 from moetrain.data.pairs import with_system
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.rl.envs import Environment, Problem, Prompts, SolvedEnvironment, TextEnvironment
@@ -171,6 +171,8 @@ _Reward = Callable[[dict[str, Any], str], "float | Awaitable[float]"]
 
 _MARKS = ("####", r"\boxed{")
 """Marks before the final answer in a solution: GSM8K's and MATH's."""
+_POINTING = {"label", "correct", "gold", "answer_index", "answer_idx", "correct_option"}
+"""Fields that may point at an option: HellaSwag's, AQuA's and MMLU-Pro's."""
 _CHECKED = 256
 """Number of lines whose answers are read at the start, to see that the reward can use them."""
 
@@ -217,6 +219,10 @@ class Jsonl(TextEnvironment):
                     "the number is reached"
                 )
             perhaps = f" (perhaps from {place.said})" if place else ""
+            pointing = (key for key in line if key.lower() in _POINTING)
+            key = next((key for key in pointing if pointer_in(line, line[key])), None)
+            if place is None and key is not None:
+                perhaps = f" (perhaps the text of the option at which `{key}` points)"
             return f"{lacks}; give it as `answer`{perhaps}{other}"
         if not isinstance(answer, dict | list):
             return ""
@@ -264,17 +270,7 @@ class Jsonl(TextEnvironment):
         """Log a line if some of the first answers cannot be compared as their writer may think."""
         checked = self.lines[:_CHECKED]
         answers = [str(line["answer"]) for line in checked]
-        numbers = {
-            i: x for i, line in enumerate(checked) if (x := number_of_option(line, "answer"))
-        }
-        if numbers:
-            first, options = next(iter(numbers.items()))
-            logger.warning(
-                "rl.prompts: %r: of the first %d answers %d may be an index from 0 into `%s` (line "
-                "%d: %s), and rl.reward %s compares the number itself; write the letter or the "
-                "text of that option as `answer`, unless the prompt asks for the index",
-                *(path, len(answers), len(numbers), options, first + 1, answers[first], reward),
-            )
+        self._warn_of_pointers(path, reward)
         if self._asks_with("answer"):
             logger.warning(
                 "rl.prompts: %r: each of the first %d prompts shows its `answer` (line 1: %s), and "
@@ -307,6 +303,26 @@ class Jsonl(TextEnvironment):
             logger.warning(
                 "rl.prompts: %r: of the first %d answers %d have %s (line %d: %s); %s",
                 *(path, len(answers), len(odd), said, odd[0] + 1, first, remedy),
+            )
+
+    def _warn_of_pointers(self, path: str, reward: str) -> None:
+        """Log a line if some of the first answers may only point at an option that their prompts
+        neither number nor letter."""
+        checked = self.lines[:_CHECKED]
+        found: dict[int, Pointer] = {}
+        for i, line in enumerate(checked):
+            pointer = pointer_in(line, line["answer"])
+            if pointer is not None and not pointer.is_explained(self._shown(line)):
+                found[i] = pointer
+        if found:
+            first, pointer = next(iter(found.items()))
+            logger.warning(
+                "rl.prompts: %r: of the first %d answers %d may be %s %s (line %d: %s) that the "
+                "prompt does not explain, and rl.reward %s compares the answer itself; write as "
+                "`answer` the text of that option, or its letter if the prompt has it, unless the "
+                "prompt asks for the answer as it is",
+                *(path, len(checked), len(found), kind_of(found.values()), pointer.where),
+                *(first + 1, checked[first]["answer"], reward),
             )
 
     def warn_of_room(self, seq_len: int, max_tokens: int) -> None:

@@ -654,21 +654,76 @@ def test_a_number_that_one_prompt_shows_by_chance_is_offered(lines, caplog):
     assert "shows its `answer`" not in caplog.text
 
 
+MMLU = {"prompt": "Capital of France?\n%s", "choices": ["Rome", "Paris", "Oslo", "Bern"]}
+WINOGRANDE = {
+    "prompt": "Ian ate Dennis's menudo, as _ despised it.",
+    "option1": "Ian",
+    "option2": "Dennis",
+}
+
+
 @pytest.mark.parametrize("reward", ["exact", "math"])
 @pytest.mark.parametrize(
-    ("answer", "is_said"), [(1, True), (0, True), (2, False), ("1", False), ("B", False)]
+    ("answers", "says"),
+    [
+        ([1, 0], "2 may be an index from 0 into"),  # MMLU's card: 0 is A
+        (["3", "0"], "2 may be an index from 0 into"),
+        ([3], "1 may be an index (from 0 or from 1, its values do not show) into"),
+        ([4], "1 may be an index from 1 into"),
+        (["B", "C"], "2 may be a letter or a name for"),
+        ([-1], None),
+        ([5], None),
+        ([True], None),
+        (["Paris"], None),
+        (["so B"], None),
+    ],
+    ids=str,
 )
-def test_an_answer_that_may_be_the_index_of_an_option_is_said(
-    lines, caplog, answer, is_said, reward
-):
-    """MMLU's ``answer`` is the index of an option."""
+@pytest.mark.parametrize("write", [list, json.dumps, str])
+def test_an_answer_that_may_point_at_an_option_is_said(lines, caplog, answers, says, write, reward):
+    """Exports as CSV have lists as the text of JSON or of Python."""
     if reward == "math":
         pytest.importorskip("math_verify")
-    line = {"prompt": "red or blue?", "choices": ["red", "blue"], "answer": answer}
-    lines.write_text(json.dumps(line) + "\n")
+    row = {
+        **MMLU,
+        "prompt": MMLU["prompt"] % "Rome\nParis\nOslo\nBern",
+        "choices": write(MMLU["choices"]),
+    }
+    lines.write_text("".join(json.dumps({**row, "answer": x}) + "\n" for x in answers))
     opened("jsonl", prompts=lines, reward=reward)
-    said = "of the first 1 answers 1 may be an index from 0 into `choices` (line 1: "
-    assert (said in caplog.text) is is_said
+    if says is None:
+        assert "may be a" not in caplog.text
+    else:
+        assert f"answers {says} `choices` (line 1: {answers[0]})" in caplog.text
+    assert "do not show" not in caplog.text.replace("its values do not show", "")
+
+
+def test_an_answer_that_the_prompt_explains_is_not_said(lines, caplog):
+    """The prompt of MMLU letters its choices, and an index does not name a letter."""
+    row = {**MMLU, "prompt": MMLU["prompt"] % "A. Rome\nB. Paris\nC. Oslo\nD. Bern"}
+    lines.write_text(json.dumps({**row, "answer": "C"}))
+    opened("jsonl", prompts=lines, reward="exact")
+    assert not caplog.text
+    lines.write_text(json.dumps({**row, "answer": "3"}))
+    opened("jsonl", prompts=lines, reward="exact")
+    assert "1 may be an index" in caplog.text
+
+
+def test_an_index_into_options_in_fields_of_their_own_is_said(lines, caplog):
+    """WinoGrande's answers begin at 1, which 2 shows."""
+    rows = [{**WINOGRANDE, "answer": "1"}, {**WINOGRANDE, "answer": "2"}]
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    opened("jsonl", prompts=lines, reward="exact")
+    assert "2 may be an index from 1 into `option1` and `option2` (line 1: 1)" in caplog.text
+
+
+def test_a_label_that_points_at_an_ending_is_named(lines):
+    """HellaSwag's ``label`` is the text of an index from 0 into ``endings``."""
+    row = {"prompt": "A man sits. He", "endings": ["is up.", "sits.", "eats.", "runs."]}
+    lines.write_text(json.dumps({**row, "label": "3"}))
+    says = "give it as `answer` .perhaps the text of the option at which `label` points"
+    with pytest.raises(ConfigError, match=says):
+        opened("jsonl", prompts=lines, reward="exact")
 
 
 def test_math_verify(lines):
