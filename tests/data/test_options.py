@@ -161,7 +161,7 @@ def test_options_as_the_text_of_a_list_are_read_if_the_question_shows_each():
     reader = RecordReader(ChatTemplate(CHATML, {}))
     record = {"instruction": "Ian or Dennis?", "output": "Ian", "options": "['Ian', 'Dennis']"}
     assert reader.unread(record, reader.documents(record)) == []
-    with pytest.raises(BadLineError, match="`options` may be a part of the question .*: 'Dennis'"):
+    with pytest.raises(BadLineError, match=r"`options` may be a part of the question .*: 'Dennis'"):
         reader.documents({**record, "instruction": "Ian?"})
 
 
