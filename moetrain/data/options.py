@@ -31,6 +31,8 @@ _CHOICE = re.compile(r"(?:op|opt|option|choice|ending|sol|alternative)_?[a-e0-9]
 _INDEX = re.compile(r"(\d{1,2})(?:\.0)?")
 """Matches an index. In a table it may be the text of a float."""
 _LETTER = re.compile(r"\(?([A-Z])[).]?")
+_MARKS = re.escape("].:)}=|>-*`'\"\u2013\u2014\u3001\u3002\uff0e\uff1a\uff09")
+"""Marks between a label and its option, with those of Chinese and Japanese."""
 _BEGINS = (0, 1)
 """Where an index may begin."""
 
@@ -57,19 +59,19 @@ class Pointer(NamedTuple):
 
     def is_explained(self, shown: Iterable[str]) -> bool:
         """Return whether a text of ``shown`` has the label beside an option: ``B. Paris``."""
-        options = "|".join(re.escape(" ".join(text.split())) for text in self.options)
+        # Any white space of an option may be another one in the question.
+        texts = [r"\s+".join(map(re.escape, text.split())) for text in self.options if text.split()]
+        options, label = "|".join(texts), re.escape(self.label)
         # Letters are no end of a word. "option2: Paris" has the number 2.
         begin = r"(?<!\d)" if self.label.isdigit() else r"(?<![^\W_])"
-        label = re.escape(self.label)
-        before = rf"{begin}{label}\W{{0,8}}?[.:)\]}}=|>\-\u2013\u2014]\W{{0,8}}(?:{options})"
-        behind = rf"(?:{options})\W{{0,3}}[(\[]{label}[)\]]"
-        own = "|".join(
-            re.escape(" ".join(text.split()))  # AQuA's "A)21"
-            for text in self.options
-            if re.match(rf"\W{{0,2}}{label}\W", text)
-        )
-        found = re.compile("|".join(filter(None, (before, behind, own))), re.I)
-        return any(found.search(" ".join(text.split())) for text in shown)
+        ways = [
+            rf"{begin}{label}\W{{0,8}}?[{_MARKS}]\W{{0,8}}(?:{options})",
+            rf"^[ \t]*{label}[ \t]+(?:{options})",
+            rf"(?:{options})\s{{0,3}}[(\[]{label}[)\]]",
+            *(text for text in texts if re.match(rf"\W{{0,4}}{label}\W", text)),  # AQuA's "A)21"
+        ]
+        found = re.compile("|".join(ways), re.I | re.M)
+        return any(found.search(text) for text in shown)
 
 
 def listed(value: object) -> object:

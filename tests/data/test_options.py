@@ -122,6 +122,12 @@ def test_an_answer_that_only_points_at_an_option_is_not_learned(form: str, besid
         ("B", "a) Ian\nb) Dennis"),
         ("B", '{"A": "Ian", "B": "Dennis"}'),
         ("1", "0: Ian, 1: Dennis"),
+        ("B", "A  Ian\nB  Dennis"),
+        ("B", "**A** Ian\n**B** Dennis"),
+        ("B", "A\u3001Ian B\u3001Dennis"),
+        ("B", "(A)\nIan\n(B)\nDennis"),
+        ("B", "[A] Ian [B] Dennis"),
+        ("2", "<2>Dennis</2>"),
     ],
 )
 def test_an_answer_that_the_question_explains_is_learned(answer: str, asked: str):
@@ -137,6 +143,7 @@ def test_an_answer_that_the_question_explains_is_learned(answer: str, asked: str
         ("2", "12. Ian and Dennis"),
         ("2", "Ian Dennis 2"),
         ("A", "A. B. says: which is it, Ian or Dennis?"),
+        ("2", "2. what?"),
     ],
 )
 def test_other_labels_do_not_explain_an_answer(answer: str, asked: str):
@@ -155,6 +162,19 @@ def test_options_that_the_question_lacks_are_asked_for_with_the_text_of_the_answ
 
 
 AQUA = ["A)21", "B)21.5", "C)22", "D)22.5", "E)23"]
+
+
+def test_an_empty_option_explains_nothing():
+    record = {"instruction": "1. Ian?", "output": "1", "options": ["", "Ian", "Bo"]}
+    assert len(documents(record | {"instruction": "1. Ian? 2. Bo?"})) == 1
+    with pytest.raises(BadLineError, match="only points at an option"):
+        documents(record | {"instruction": "1. is it Ian, or Bo?"})
+
+
+def test_an_option_in_other_white_space_is_explained():
+    beside = {"options": ["The  blue\nsky", "$x$"]}
+    assert len(documents({"instruction": "A. The blue sky B. $x$", "output": "A", **beside})) == 1
+    assert len(documents({"instruction": "A. The blue sky B. $x$", "output": "B", **beside})) == 1
 
 
 def test_options_as_the_text_of_a_list_are_read_if_the_question_shows_each():
