@@ -33,6 +33,8 @@ _INDEX = re.compile(r"(\d{1,2})(?:\.0)?")
 _LETTER = re.compile(r"\(?([A-Z])[).]?")
 _MARKS = re.escape("].:)}=|>-*`'\"\u2013\u2014\u3001\u3002\uff0e\uff1a\uff09")
 """Marks between a label and its option, with those of Chinese and Japanese."""
+_MOST_CHARACTERS = 64
+"""Most characters at an end of an option that are looked for: those of passages take minutes."""
 _BEGINS = (0, 1)
 """Where an index may begin."""
 
@@ -60,15 +62,19 @@ class Pointer(NamedTuple):
     def is_explained(self, shown: Iterable[str]) -> bool:
         """Return whether a text of ``shown`` has the label beside an option: ``B. Paris``."""
         # Any white space of an option may be another one in the question.
-        texts = [r"\s+".join(map(re.escape, text.split())) for text in self.options if text.split()]
-        options, label = "|".join(texts), re.escape(self.label)
+        texts = [" ".join(text.split()) for text in self.options if text.split()]
+        first = [_pattern(text[:_MOST_CHARACTERS]) for text in texts]
+        last = [_pattern(text[-_MOST_CHARACTERS:]) for text in texts]
+        if not texts:
+            return False
+        label = re.escape(self.label)
         # Letters are no end of a word. "option2: Paris" has the number 2.
         begin = r"(?<!\d)" if self.label.isdigit() else r"(?<![^\W_])"
         ways = [
-            rf"{begin}{label}\W{{0,8}}?[{_MARKS}]\W{{0,8}}(?:{options})",
-            rf"^[ \t]*{label}[ \t]+(?:{options})",
-            rf"(?:{options})\s{{0,3}}[(\[]{label}[)\]]",
-            *(text for text in texts if re.match(rf"\W{{0,4}}{label}\W", text)),  # AQuA's "A)21"
+            rf"{begin}{label}\W{{0,8}}?[{_MARKS}]\W{{0,8}}(?:{'|'.join(first)})",
+            rf"^[ \t]*{label}[ \t]+(?:{'|'.join(first)})",
+            rf"(?:{'|'.join(last)})\s{{0,3}}[(\[]{label}[)\]]",
+            *(text for text in first if re.match(rf"\W{{0,4}}{label}\W", text)),  # AQuA's "A)21"
         ]
         found = re.compile("|".join(ways), re.I | re.M)
         return any(found.search(text) for text in shown)
@@ -124,6 +130,11 @@ def kind_of(pointers: Iterable[Pointer]) -> str:
     if len(begins) == 1:
         return f"an index from {begins[0]} into"
     return "an index (from 0 or from 1, its values do not show) into"
+
+
+def _pattern(text: str) -> str:
+    """Return a pattern of ``text`` with any white space between its words."""
+    return r"\s+".join(map(re.escape, text.split()))
 
 
 def _options_in(

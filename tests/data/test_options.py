@@ -6,6 +6,7 @@ The meanings of the answers are those of the cards: WinoGrande's ``answer`` 1 is
 """
 
 import json
+import time
 
 import pytest
 
@@ -169,6 +170,24 @@ def test_an_empty_option_explains_nothing():
     assert len(documents(record | {"instruction": "1. Ian? 2. Bo?"})) == 1
     with pytest.raises(BadLineError, match="only points at an option"):
         documents(record | {"instruction": "1. is it Ian, or Bo?"})
+
+
+@pytest.mark.parametrize("word", ["a", "a "])
+def test_long_options_are_looked_for_in_linear_time(word: str):
+    """Comparing each place with the whole options took 30 s."""
+    options = [word * 50_000 + end for end in ("b", "c")]
+    found = pointer_in({"options": options}, "2")
+    assert found is not None
+    began = time.process_time()
+    assert not found.is_explained([word * 150_000])
+    assert time.process_time() - began < 2
+    assert found.is_explained([f"1. {options[0]}\n2. {options[1]}"])
+
+
+def test_options_without_a_text_explain_nothing():
+    found = pointer_in({"options": ["", " "]}, "2")
+    assert found is not None
+    assert not found.is_explained(["2. "])
 
 
 def test_an_option_in_other_white_space_is_explained():
