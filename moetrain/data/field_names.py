@@ -97,7 +97,7 @@ def renamed(
     if "instruction" in found:  # Dolly
         _rename(found, "response", "output")
         context = found.get("context")
-        if isinstance(context, str) and not is_said(context, [found["instruction"]]):
+        if not isinstance(context, str) or not is_said(context, [found["instruction"]]):
             _rename(found, "context", "input")
     elif text_field not in found:
         _read_question(found, reads_pairs)

@@ -200,8 +200,6 @@ _ANSWERING = {
     *("generation", "summary", "highlights"),
 }
 """Words in the names of fields that hold what is asked, and of fields that hold an answer."""
-_WRONG = {"incorrect", "wrong", "false", "distractor", "distractors", "negative", "rejected"}
-"""Words in the names of answers that are not to be learned, such as GPQA's."""
 
 _MEDMCQA = {"A": "opa", "B": "opb", "C": "opc", "D": "opd"}
 """The letters of MedMCQA's options, and their fields. Its ``cop`` is an index from 0 into them."""
@@ -1119,7 +1117,7 @@ def _of_each(record: Mapping[str, Any]) -> str:
 
 def _names_answer(key: str, value: object) -> bool:
     words = words_of(key)
-    is_named = not words.isdisjoint(_ANSWERING) and words.isdisjoint(_ASKING | _WRONG)
+    is_named = not words.isdisjoint(_ANSWERING) and words.isdisjoint(_ASKING)
     return is_named and not describes(key, value)
 
 

@@ -522,16 +522,10 @@ def refuse_lost_answer(record: Mapping[str, Any], turns: Sequence[Any], name: st
     shown += [json.dumps(turn["tool_calls"]) for turn in answers if "tool_calls" in turn]
     for key, value in record.items():
         if key not in (name, *_BY_ALL) and _answers_last(key, value, shown):
-            policy = "let a policy answer for a reward that reads it: moetrain rl"
-            if isinstance(_parsed(value), Mapping) and not is_answer_of_server(_parsed(value)):
-                raise BadLineError(
-                    f"`{name}` end with a {end}, and `{key}` is what a reward needs to judge the "
-                    f"answer: {shortened(value)}; {policy}, or write an answer as the last turn"
-                )
             raise BadLineError(
                 f"`{name}` end with a {end}, and `{key}` seems to be its answer, which would be "
                 f"lost: {shortened(value)}; write it as the last turn, with the role assistant, "
-                f"leave it out, or {policy}"
+                "leave it out, or let a policy answer for a reward that reads it: moetrain rl"
             )
     if shown:
         warn_of_end(f"`{name}` of records", end)
@@ -702,7 +696,7 @@ def _texts_to_show(
             is_asked = len(value.split()) > 1
     if is_dialogue(value) and not _OF_BEFORE.isdisjoint(words_of(key)):
         return [text for text in _texts_in(value) if len(text.split()) > 1]
-    texts = [*_undescribed(value)] if is_asked else []
+    texts = [*_texts_in(value)] if is_asked else []
     # Alpaca's `text` is the whole record, rendered, and so is `prompt` in copies of it.
     asked = record.get("instruction") or record.get("prompt")
     if name in ("text", "prompt") and isinstance(asked, str):

@@ -749,8 +749,6 @@ def _text_in(record: Mapping[str, Any], key: str) -> str:
     if not isinstance(value, str):
         are_texts = isinstance(value, list) and all(isinstance(each, str) for each in value)
         write = "write one of them there" if are_texts and value else "write a text there"
-        if isinstance(value, bool | int | float):
-            write = f'write it as a text there, such as "{str(value).lower()}"'
         if found := pointer_in(record, value):
             kind = kind_of([found])
             write = f"if it is {kind} {found.where}, write the text of that option there"

@@ -171,7 +171,7 @@ def test_a_record_without_prompt_and_answer_is_refused():
         documents({"prompt": "", "completion": ""})
     with pytest.raises(BadLineError, match="no turn of the assistant"):
         documents({"prompt": "\n\nHuman: q", "completion": "\n\nHuman: r"})
-    with pytest.raises(BadLineError, match="'output' is not text: 0; write it as a text"):
+    with pytest.raises(BadLineError, match="'output' is not text: 0; write a text there"):
         documents({"instruction": "q", "output": 0})
 
 

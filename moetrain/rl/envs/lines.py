@@ -88,9 +88,7 @@ def hidden_parts(line: Mapping[str, Any], shown: Sequence[str]) -> Iterator[Hidd
         texts = [*_texts_in(key, listed(value) if key in choices else value)]
         is_part = key in choices or key.lower() in _PARTS
         if is_part or (not words_of(key).isdisjoint(_OF_PARTS) and not describes(key, value)):
-            parts = [(place.rpartition("."), text) for place, text in texts]
-            own = [text for (_, dot, name), text in parts if not (dot and describes(name, text))]
-            lost = [text for text in own if not is_said(text, shown)]
+            lost = [text for _, text in texts if not is_said(text, shown)]
             # AceCode's `context_messages` are the prompt in other words around it.
             is_around = any(is_said(each, [text]) for text in lost for each in shown)
             if lost and not is_around:
