@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from moetrain.config.sources import shortened
 from moetrain.data.lost import (
+    PARTS,
     PASSAGES,
     describes,
     is_about_answer,
@@ -29,6 +30,7 @@ from moetrain.data.lost import (
     place_of_answer,
     request_in,
     systems_of_request,
+    texts_of_part,
     thoughts_of_field,
 )
 from moetrain.data.messages import (
@@ -36,6 +38,7 @@ from moetrain.data.messages import (
     is_dialogue,
     is_message,
     is_role,
+    is_said,
     learning_of,
     parse_json,
     role_of,
@@ -827,8 +830,8 @@ def _remedy_for_question(record: Mapping[str, Any]) -> str | None:
     if not asked and isinstance(record.get("input"), str) and isinstance(record.get("output"), str):
         thought = _without_thought(record) + _also_thought(record)
         return f"write `input` as `instruction`{thought}"
-    passages = [key for key in named if named[key] in PASSAGES]
-    beside = [f"`{key}`" for key in [*passages, *choices_of(record)]]
+    parts = [*(key for key in named if named[key] in PARTS), *choices_of(record)]
+    beside = [f"`{key}`" for key in parts if not _is_shown(record[key], record, asked[:1])]
     question = f"`{asked[0]}`" if asked else ""
     question += f" with {' and '.join(beside)}" * bool(beside)
     likely = _likely_answers(record)
@@ -839,7 +842,7 @@ def _remedy_for_question(record: Mapping[str, Any]) -> str | None:
         write += _without_thought(record) + _also_thought(record)
         if asked[0] == "prompt":
             joined = _FOR_PLAIN_TEXT if isinstance(record["prompt"], str) else ""
-            write = f"what is to be learned as `completion` beside `prompt`{joined}"
+            write = f"what is to be learned as `completion` beside {question}{joined}"
         problem = f"`{asked[0]}` has no answer of a known name beside it"
         return f"{problem}; write {write}, or {_OF_POLICY}"
     answers = likely + [key for key in named if named[key] in _ANSWERS - _OF_PAIRS]
@@ -849,7 +852,8 @@ def _remedy_for_question(record: Mapping[str, Any]) -> str | None:
     if asked[:1] == ["prompt"] and answers:
         as_chat = _FOR_PLAIN_TEXT if isinstance(record["prompt"], str) else ""
         as_chat += _without_thought(record) + _also_thought(record)
-        return f"write {_one_of(answers)} as `completion`{as_chat}, or {_OF_POLICY}"
+        within = f"{' and '.join(beside)} in `prompt` and " * bool(beside)
+        return f"write {within}{_one_of(answers)} as `completion`{as_chat}, or {_OF_POLICY}"
     if asked and answers:
         write = f"write {question} as `instruction` and {_one_of(answers)} as `output`"
         write += _without_thought(record) + _also_thought(record)
@@ -899,6 +903,13 @@ def _remedy_for_pointer(record: Mapping[str, Any]) -> str | None:
             f"the option that it names as `output`, or {_OF_POLICY}"
         )
     return None
+
+
+def _is_shown(value: object, record: Mapping[str, Any], asked: Sequence[str]) -> bool:
+    """Return whether the question in one of the fields ``asked`` has the texts of ``value``."""
+    shown = [text for key in asked for text in texts_of_part(record[key])]
+    texts = texts_of_part(value)
+    return bool(texts) and all(is_said(text, shown) for text in texts)
 
 
 def _likely_answers(record: Mapping[str, Any]) -> list[str]:

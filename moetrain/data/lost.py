@@ -63,6 +63,14 @@ PASSAGES = {
     *("attachment", "attachments", "extracted_content", "extracted_text", "file_content"),
 }
 """Names of texts that a question may be about."""
+PARTS = PASSAGES | {"table", "premise", "hypothesis"}
+"""Names of texts that may be a part of the question, beside its choices."""
+_OF_ADDRESSES = {"id", "file", "filename", "path", "url"}
+"""Words in the keys of an object with the place or the number of what its other keys hold."""
+_FILE = re.compile(
+    r"[^\n]*\.(?:csv|tsv|jsonl?|txt|md|html?|xml|pdf|docx?|xlsx?|parquet)", re.IGNORECASE
+)
+"""Matches the name of a file: ``csv/204-csv/590.csv`` in WikiTableQuestions' ``table``."""
 _ASKED = {
     *("question", "query", "instruction", "prompt", "problem", "input", "text", "suffix", "code"),
     *("user_prompt", "user_query", "problem_statement", "problem_description", "dialogue"),
@@ -678,7 +686,7 @@ def _texts_to_show(
     if key in choices:
         return [*_texts_in(listed(value))]
     if name in _TEXTS or _is_system(key):
-        return [*_texts_in(value)]
+        return texts_of_part(value)
     if key != name and name == "tools":
         return [*_texts_in(value)]
     may_hold_tools = key not in _BY_ALL and words_of(key).isdisjoint(_VARIANTS | _OF_OTHER_TOOLS)
@@ -696,7 +704,7 @@ def _texts_to_show(
             is_asked = len(value.split()) > 1
     if is_dialogue(value) and not _OF_BEFORE.isdisjoint(words_of(key)):
         return [text for text in _texts_in(value) if len(text.split()) > 1]
-    texts = [*_texts_in(value)] if is_asked else []
+    texts = texts_of_part(value) if is_asked else []
     # Alpaca's `text` is the whole record, rendered, and so is `prompt` in copies of it.
     asked = record.get("instruction") or record.get("prompt")
     if name in ("text", "prompt") and isinstance(asked, str):
@@ -758,6 +766,40 @@ def _texts_in(value: object) -> Iterator[str]:
     elif isinstance(value, Mapping | list | tuple):
         for each in value.values() if isinstance(value, Mapping) else value:
             yield from _texts_in(each)
+
+
+def texts_of_part(value: object) -> list[str]:
+    """Return the texts in a value of any form that may be a part of a question.
+
+    The name, the place and the number of an object (:func:`is_address`) only say where its other
+    texts are from, and are left out if it has others.
+    """
+    return [*_texts_of_objects(value)] or [*_texts_in(value)]
+
+
+def _texts_of_objects(value: object) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            if not is_address(str(key), each):
+                yield from _texts_of_objects(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _texts_of_objects(each)
+    else:
+        yield from _texts_in(value)
+
+
+def is_address(key: str, value: object) -> bool:
+    """Return whether a key of an object holds the name of a file, its place or a number of it.
+
+    The ``name`` of anything else, such as a column of a table in a schema, may be asked about.
+    """
+    if not isinstance(value, str):
+        return False
+    words, is_file = words_of(key), _FILE.fullmatch(value.strip()) is not None
+    if "name" in words and is_file:
+        return True
+    return not words.isdisjoint(_OF_ADDRESSES) and (is_file or len(value.split()) == 1)
 
 
 def warn_of_parent(record: Mapping[str, Any]) -> None:

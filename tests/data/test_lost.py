@@ -20,6 +20,7 @@ from moetrain.data.sources import Source
 from moetrain.data.tokenizer import ByteTokenizer
 from moetrain.data.warned import SEEN
 from moetrain.rl.envs import Prompts
+from moetrain.rl.envs.lines import hidden_parts
 from moetrain.rl.envs.shipped import Jsonl
 from tests.lib.data_files import BYTE_VOCAB, config, write_lines
 
@@ -1615,3 +1616,67 @@ def test_advice_on_a_log_names_the_parts_of_its_request():
     version = {"versions": [USER], "currentlySelected": 0}
     with pytest.raises(BadLineError, match=r"several versions, of which `currentlySelected`"):
         documents({"messages": [version]})
+
+
+# ---- parts of a question that are objects -------------------------------------------------------
+
+# WikiTableQuestions' card: a table of a header, rows of texts, and the name of its file.
+TABLE = {
+    "header": ["Year", "League"],
+    "rows": [["2001", "USL A-League"], ["2005", "USL First Division"]],
+    "name": "csv/204-csv/590.csv",
+}
+ROWS = "Year\tLeague\n2001\tUSL A-League\n2005\tUSL First Division"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("table", TABLE),
+        ("passage", {"id": "d-17", "url": "https://a.example/b", "text": ROWS}),
+        ("paragraphs", [{"file_name": "the leagues.csv", "content": ROWS}]),
+        ("passages", [{"path": "a/b", "text": ROWS}, {"docId": "7", "text": "2001"}]),
+    ],
+)
+def test_the_address_of_a_shown_part_is_no_part(name: str, value: Any):
+    asked = f"{ROWS}\n\nWhich league was it in 2005?"
+    record = {"instruction": asked, name: value, "output": "USL First Division"}
+    (document,) = documents(record)
+    assert document.text == theirs(
+        {"role": "user", "content": asked},
+        {"role": "assistant", "content": "USL First Division"},
+    )
+    assert not [*hidden_parts({"prompt": asked, name: value, "answer": "a"}, [asked])]
+    short = {**record, "instruction": "Which league was it in 2005?"}
+    part = "USL A-League" if name == "table" else "Year.*League"
+    refuses_line(short, f"`{name}` may be a part of the question or of the answer: '{part}")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"name": "csv/204-csv/590.csv"},  # without the rows it is all that the record has
+        {"name": "leagues", "columns": [{"name": "year"}]},  # a table of a schema
+        {"id": "leagues of the world", "rows": [["x"]]},
+    ],
+)
+def test_a_name_that_may_be_asked_about_is_a_part(value: dict):
+    record = {"instruction": "Which x?", "table": value, "output": "a"}
+    refuses_line(record, "`table` may be a part of the question or of the answer")
+    (part,) = hidden_parts({"prompt": "Which x?", "table": value, "answer": "a"}, ["Which x?"])
+    assert part.place == "table"
+
+
+def refuses_line(record: dict, says: str) -> None:
+    with pytest.raises(BadLineError, match=says):
+        documents(record)
+
+
+def test_the_first_advice_names_the_table_unless_the_question_shows_it():
+    asked = {"question": "Which league was it in 2005?", "answers": ["USL First Division"]}
+    refuses_line({**asked, "table": TABLE}, "write `question` with `table` as `instruction`")
+    line = {"prompt": asked["question"], "table": TABLE, "answer": "USL First Division"}
+    refuses_line(line, "write `table` in `prompt` and `answer` as `completion`")
+    refuses_line({**line, "prompt": f"{ROWS} Which?"}, "; write `answer` as `completion`")
+    turns = [{"role": "user", "content": f"{ROWS} Which?"}]
+    refuses_line({**line, "prompt": turns}, "; write `answer` as `completion`")

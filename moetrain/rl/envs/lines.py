@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from moetrain.data.containers import OBJECTS
-from moetrain.data.lost import PASSAGES, describes
+from moetrain.data.lost import PARTS, describes, is_address
 from moetrain.data.messages import is_dialogue, is_said, words_of
 from moetrain.data.options import choices_of, listed
 from moetrain.data.tools import names_of_tools
@@ -41,8 +41,6 @@ _SHOWN = {
     "answer",
 }
 """Fields that a policy is shown, or that only the reward needs."""
-_PARTS = PASSAGES | {"table", "premise", "hypothesis"}
-"""Names of texts that may be a part of the question, beside its choices."""
 _OF_PARTS = {"context", "contexts", "passage", "passages"}
 """Words in such names."""
 _OF_CODE = {
@@ -86,9 +84,15 @@ def hidden_parts(line: Mapping[str, Any], shown: Sequence[str]) -> Iterator[Hidd
         if key in _SHOWN:
             continue
         texts = [*_texts_in(key, listed(value) if key in choices else value)]
-        is_part = key in choices or key.lower() in _PARTS
+        is_part = key in choices or key.lower() in PARTS
         if is_part or (not words_of(key).isdisjoint(_OF_PARTS) and not describes(key, value)):
-            lost = [text for _, text in texts if not is_said(text, shown)]
+            own = [  # as texts_of_part has them
+                text
+                for place, text in texts
+                if place == key or not is_address(place.rpartition(".")[2], text)
+            ]
+            own = own or [text for _, text in texts]
+            lost = [text for text in own if not is_said(text, shown)]
             # AceCode's `context_messages` are the prompt in other words around it.
             is_around = any(is_said(each, [text]) for text in lost for each in shown)
             if lost and not is_around:
