@@ -97,7 +97,9 @@ def renamed(
     if "instruction" in found:  # Dolly
         _rename(found, "response", "output")
         context = found.get("context")
-        if not isinstance(context, str) or not is_said(context, [found["instruction"]]):
+        # HotpotQA's is an object: it is no text of its own, and may be shown or not.
+        is_shown = isinstance(context, str) and is_said(context, [found["instruction"]])
+        if not is_shown and not isinstance(context, dict | list):
             _rename(found, "context", "input")
     elif text_field not in found:
         _read_question(found, reads_pairs)
@@ -111,6 +113,23 @@ def renamed(
         )
     # Keep the fields that are null: they mean nothing, but errors show them.
     return {**{key: None for key in record if record[key] is None}, **found}
+
+
+def names_renamed(record: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names of ``record`` of fields that :func:`renamed` gave other names, by these.
+
+    Args:
+        record: the record as it was.
+        found: what :func:`renamed` has returned for it.
+    """
+    gone = {key: value for key, value in record.items() if key not in found}
+    return {
+        new: old
+        for new, value in found.items()
+        if new not in record
+        for old in [next((key for key in gone if gone[key] is value), None)]
+        if old is not None
+    }
 
 
 def name_of_dialogue(record: object) -> str | None:

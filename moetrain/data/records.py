@@ -20,7 +20,7 @@ from moetrain.data.characters import with_whole_characters
 from moetrain.data.chat import ChatTemplate, chosen_turns
 from moetrain.data.containers import OBJECTS
 from moetrain.data.documents import Document
-from moetrain.data.field_names import name_of_dialogue, renamed
+from moetrain.data.field_names import name_of_dialogue, names_renamed, renamed
 from moetrain.data.known_sets import read_known_set, remedy_for, remedy_for_two
 from moetrain.data.lost import (
     refuse_bad_turn,
@@ -163,12 +163,18 @@ class RecordReader:
             ConfigError: the chat template itself is wrong.
         """
         name = name_of_dialogue(record)
+        named: dict[str, Any] = {}
         try:
-            return self._documents(self._named(record))
+            named = self._named(record)
+            return self._documents(named)
         except BadLineError as error:
-            if name is None or not re.match(r"`messages`|messages\[", str(error)):
+            names = names_renamed(record, named) if isinstance(record, dict) else {}
+            names |= {} if name is None else {"messages": name}
+            begin = re.match(r"[`'](\w+)['`]|(messages)\[", str(error))
+            new = (begin[1] or begin[2]) if begin else None
+            if new not in names:
                 raise
-            said = f"`{name}` is read as `messages`: {error}"
+            said = f"`{names[new]}` is read as `{new}`: {error}"
             raise BadLineError(said, error.field, kind=error.kind) from error
 
     def _documents(self, record: dict[str, Any]) -> list[Document]:

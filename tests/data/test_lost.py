@@ -1680,3 +1680,52 @@ def test_the_first_advice_names_the_table_unless_the_question_shows_it():
     refuses_line({**line, "prompt": f"{ROWS} Which?"}, "; write `answer` as `completion`")
     turns = [{"role": "user", "content": f"{ROWS} Which?"}]
     refuses_line({**line, "prompt": turns}, "; write `answer` as `completion`")
+
+
+# HotpotQA's card: `context` has the titles of paragraphs, and the sentences of each.
+HOTPOT = {
+    "title": ["Arthur's Magazine", "First for Women"],
+    "sentences": [["Arthur's Magazine (1844-1846) was American."], ["It is a magazine.", " 1989."]],
+}
+WHOLE = "Arthur's Magazine (1844-1846) was American.\nFirst for Women: It is a magazine. 1989."
+
+
+def test_a_context_that_is_no_text_keeps_its_name():
+    record = {"instruction": "Which was first?", "context": HOTPOT, "output": "Arthur's Magazine"}
+    says = "`context` may be a part of the question or of the answer: .*; write it in the question"
+    refuses_line(record, says)
+    refuses_line({**record, "context": HOTPOT["sentences"][1]}, says)  # as PubMedQA's, a list
+    # As the line says, it stands in the question, or there without its field.
+    asked = f"{WHOLE}\nWhich was first?"
+    answer = {"role": "assistant", "content": "Arthur's Magazine"}
+    right = theirs({"role": "user", "content": asked}, answer)
+    without = {key: record[key] for key in ("instruction", "output")}
+    for shown in ({**record, "instruction": asked}, {**without, "instruction": asked}):
+        assert [document.text for document in documents(shown)] == [right]
+    beside = {**record, "input": WHOLE}
+    right = theirs({"role": "user", "content": f"Which was first?\n\n{WHOLE}"}, answer)
+    assert [document.text for document in documents(beside)] == [right]
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        (
+            {"instruction": "q", "context": 5, "output": "a"},
+            "`context` is read as `input`: 'input' is not text: 5",
+        ),
+        (
+            {"instruction": "q", "response": 5},
+            "`response` is read as `output`: 'output' is not text: 5",
+        ),
+        ({"instruction": "q", "output": 5, "response": None}, "^'output' is not text: 5"),
+        (
+            {"Instruction": 5, "Output": "a"},
+            "`Instruction` is read as `instruction`: ",
+        ),
+        ({"question": "-", "answer": "a"}, "`question` is read as `instruction`: `instruction` is"),
+        ({"instruction": "-", "output": "a"}, "^`instruction` is '-', which asks nothing"),
+    ],
+)
+def test_an_error_names_the_field_of_the_record(record: dict, says: str):
+    refuses_line(record, says)
