@@ -26,6 +26,7 @@ from moetrain.data.lost import (
     is_http_response,
     is_label,
     is_score,
+    may_be_asked,
     names_verdict,
     place_of_answer,
     request_in,
@@ -196,6 +197,10 @@ _WHO = {"role", "author", "from", "sender", "speaker", "user"}
 _WHAT = {"content", "body", "text", "message", "value", "parts"}
 """Words in the names of what was said in a turn."""
 _ASKING = {"prompt", "question", "query", "instruction", "problem", "user", "input"}
+_OF_WRONG = {
+    *("incorrect", "wrong", "false", "bad", "negative", "rejected", "distractor", "distractors"),
+}
+"""Words in the names of answers that are not right ones: GPQA's ``Incorrect Answer 1``."""
 _OF_SAMPLES = {"responses", "answers", "completions", "generations", "solutions", "outputs"}
 """Words in the names of lists of answers."""
 _ANSWERING = {
@@ -846,6 +851,7 @@ def _remedy_for_question(record: Mapping[str, Any]) -> str | None:
         problem = f"`{asked[0]}` has no answer of a known name beside it"
         return f"{problem}; write {write}, or {_OF_POLICY}"
     answers = likely + [key for key in named if named[key] in _ANSWERS - _OF_PAIRS]
+    also = _also_asked(record, asked, [*answers, *parts])
     answers = [_place_of_answer(key, record[key]) for key in answers]
     if "instruction" in named and "output" not in named and answers:
         return f"write {_one_of(answers)} as `output`"
@@ -856,7 +862,7 @@ def _remedy_for_question(record: Mapping[str, Any]) -> str | None:
         return f"write {within}{_one_of(answers)} as `completion`{as_chat}, or {_OF_POLICY}"
     if asked and answers:
         write = f"write {question} as `instruction` and {_one_of(answers)} as `output`"
-        write += _without_thought(record) + _also_thought(record)
+        write += _without_thought(record) + _also_thought(record) + also
         return f"{write}, or {_OF_POLICY}"
     if answers and not any(_is_text(value) for value in record.values()):  # Countdown's numbers
         return f"it has no question in words; write one as `prompt`, and {_OF_POLICY}"
@@ -905,6 +911,24 @@ def _remedy_for_pointer(record: Mapping[str, Any]) -> str | None:
     return None
 
 
+def _also_asked(record: Mapping[str, Any], asked: Sequence[str], others: Sequence[str]) -> str:
+    """Return the advice to leave out what a question may lack: GPQA's `Pre-Revision Question`.
+
+    It is what would be refused beside the question of the first field of ``asked``. The fields
+    ``others`` have advice of their own. Empty: there is none.
+    """
+    thoughts = [key for key in record if thoughts_of_field(key, record[key])]
+    fields = [
+        key
+        for key in record
+        if key not in (*asked[:1], *others, *thoughts)
+        and may_be_asked(key, record[key])
+        and not _is_shown(record[key], record, asked[:1])
+    ]
+    are = "they are parts" if len(fields) > 1 else "it is a part"
+    return f", and leave {_all_of(fields)} out unless {are} of the question" if fields else ""
+
+
 def _is_shown(value: object, record: Mapping[str, Any], asked: Sequence[str]) -> bool:
     """Return whether the question in one of the fields ``asked`` has the texts of ``value``."""
     shown = [text for key in asked for text in texts_of_part(record[key])]
@@ -925,7 +949,8 @@ def _likely_answers(record: Mapping[str, Any]) -> list[str]:
 def _is_likely_answer(key: str, value: object) -> bool:
     if not _is_text(value) or thoughts_of_field(key, value) or is_label(value):
         return False
-    return "</think>" in str(value) or _names_answer(key, value)
+    has_thought = "</think>" in str(value) and words_of(key).isdisjoint(_OF_WRONG)
+    return has_thought or _names_answer(key, value)
 
 
 def _are_samples(key: str, value: object) -> bool:
@@ -1128,7 +1153,7 @@ def _of_each(record: Mapping[str, Any]) -> str:
 
 def _names_answer(key: str, value: object) -> bool:
     words = words_of(key)
-    is_named = not words.isdisjoint(_ANSWERING) and words.isdisjoint(_ASKING)
+    is_named = not words.isdisjoint(_ANSWERING) and words.isdisjoint(_ASKING | _OF_WRONG)
     return is_named and not describes(key, value)
 
 

@@ -768,6 +768,11 @@ def _texts_in(value: object) -> Iterator[str]:
             yield from _texts_in(each)
 
 
+def may_be_asked(key: str, value: object) -> bool:
+    """Return whether a field beside an instruction and its answer may be a part of the question."""
+    return bool(_texts_to_show(key, value, {}, "alpaca", []))
+
+
 def texts_of_part(value: object) -> list[str]:
     """Return the texts in a value of any form that may be a part of a question.
 

@@ -1390,3 +1390,46 @@ def test_the_places_of_a_request_are_those_that_rl_names():
     places = [f"`responses_create_params.{name}`" for name in ("input", "tools")]
     assert advice == f"; write {places[0]} as `messages` and {places[1]} as `tools`"
     assert all(place in str(error.value) for place in places)
+
+
+# The columns of GPQA's CSV, of which its card says what each holds.
+GPQA = {
+    "Pre-Revision Question": "Two states?",
+    "Question": "Two quantum states have lifetimes. Which difference can be resolved?",
+    "Correct Answer": "10^-4 eV",
+    "Incorrect Answer 1": "10^-11 eV",
+    "Incorrect Answer 2": "10^-8 eV",
+    "Incorrect Answer 3": "10^-9 eV",
+    "Explanation": "By the uncertainty principle.",
+    "Record ID": "rec06",
+    "Subdomain": "Physics (general)",
+}
+
+
+def test_the_advice_for_gpqa_offers_the_right_answer_alone():
+    says = (
+        "write `Question` as `instruction` and `Correct Answer` as `output`, and leave "
+        "`Pre-Revision Question` out unless it is a part of the question, or let a policy"
+    )
+    with pytest.raises(BadLineError, match=says) as refused:
+        documents(GPQA)
+    assert "Incorrect" not in str(refused.value).partition("write `Question`")[2]
+    # As the line says.
+    names = {"Question": "instruction", "Correct Answer": "output"}
+    line = {names.get(key, key): text for key, text in GPQA.items()}
+    with pytest.raises(BadLineError, match="`Pre-Revision Question` may be a part"):
+        documents(line)  # so the advice has to name it
+    del line["Pre-Revision Question"]
+    (document,) = documents(line)
+    turns = [{**USER, "content": GPQA["Question"]}, {**ANSWER, "content": GPQA["Correct Answer"]}]
+    assert document.text == theirs(turns)
+
+
+@pytest.mark.parametrize(
+    "name", ["wrong_answer", "false_answer", "negative response", "rejected_output", "distractor"]
+)
+def test_a_wrong_answer_is_not_offered(name: str):
+    for text in ("b", "<think>c</think>b"):
+        record = {"question": "Which?", "best_answer": "a", name: text}
+        with pytest.raises(BadLineError, match="and `best_answer` as `output`"):
+            documents(record)
