@@ -21,6 +21,7 @@ from moetrain.data.lost import (
     PARTS,
     PASSAGES,
     describes,
+    example_of_text,
     is_about_answer,
     is_about_question,
     is_http_response,
@@ -852,16 +853,18 @@ def _remedy_for_question(record: Mapping[str, Any]) -> str | None:
         return f"{problem}; write {write}, or {_OF_POLICY}"
     answers = likely + [key for key in named if named[key] in _ANSWERS - _OF_PAIRS]
     also = _also_asked(record, asked, [*answers, *parts])
+    as_text = _as_text([record[key] for key in answers])
     answers = [_place_of_answer(key, record[key]) for key in answers]
+    said_as_text = _one_of(answers) + as_text if answers else ""
     if "instruction" in named and "output" not in named and answers:
-        return f"write {_one_of(answers)} as `output`"
+        return f"write {said_as_text} as `output`"
     if asked[:1] == ["prompt"] and answers:
         as_chat = _FOR_PLAIN_TEXT if isinstance(record["prompt"], str) else ""
         as_chat += _without_thought(record) + _also_thought(record)
         within = f"{' and '.join(beside)} in `prompt` and " * bool(beside)
-        return f"write {within}{_one_of(answers)} as `completion`{as_chat}, or {_OF_POLICY}"
+        return f"write {within}{said_as_text} as `completion`{as_chat}, or {_OF_POLICY}"
     if asked and answers:
-        write = f"write {question} as `instruction` and {_one_of(answers)} as `output`"
+        write = f"write {question} as `instruction` and {said_as_text} as `output`"
         write += _without_thought(record) + _also_thought(record) + also
         return f"{write}, or {_OF_POLICY}"
     if answers and not any(_is_text(value) for value in record.values()):  # Countdown's numbers
@@ -874,10 +877,10 @@ def _remedy_for_question(record: Mapping[str, Any]) -> str | None:
         what = f"what is asked, perhaps `{asking[0]}`," if asking else "what is asked"
         turns = [key for key in named if is_dialogue(record[key]) and key not in answers]
         if turns and role_of(record[turns[0]][-1]) == "user":  # HelpSteer3's `context`
-            return f"write `{turns[0]}` as `prompt` and {_one_of(answers)} as `completion`"
+            return f"write `{turns[0]}` as `prompt` and {said_as_text} as `completion`"
         scores = _judging({key: value for key, value in record.items() if key not in answers})
         kept = f"keep the records whose {scores} suffice, and " if scores else ""
-        write = f"{kept}write {what} as `instruction` and {_one_of(answers)} as `output`"
+        write = f"{kept}write {what} as `instruction` and {said_as_text} as `output`"
         return (
             write + _without_thought(record) + _also_thought(record)
         )  # CoT-Collection's rationale
@@ -909,6 +912,12 @@ def _remedy_for_pointer(record: Mapping[str, Any]) -> str | None:
             f"the option that it names as `output`, or {_OF_POLICY}"
         )
     return None
+
+
+def _as_text(values: Sequence[object]) -> str:
+    """Return the advice to write answers as texts. Empty: all of them are texts."""
+    value = next((value for value in values if isinstance(value, bool | int | float)), None)
+    return "" if value is None else f" as a text, such as {example_of_text(value)},"
 
 
 def _also_asked(record: Mapping[str, Any], asked: Sequence[str], others: Sequence[str]) -> str:

@@ -768,6 +768,11 @@ def _texts_in(value: object) -> Iterator[str]:
             yield from _texts_in(each)
 
 
+def example_of_text(value: bool | float) -> str:
+    """Return how a truth value (BoolQ's ``answer``) or a number may be written as a text."""
+    return "'yes' or 'no'" if isinstance(value, bool) else f"'{value}'"
+
+
 def may_be_asked(key: str, value: object) -> bool:
     """Return whether a field beside an instruction and its answer may be a part of the question."""
     return bool(_texts_to_show(key, value, {}, "alpaca", []))

@@ -23,6 +23,7 @@ from moetrain.data.documents import Document
 from moetrain.data.field_names import name_of_dialogue, names_renamed, renamed
 from moetrain.data.known_sets import read_known_set, remedy_for, remedy_for_two
 from moetrain.data.lost import (
+    example_of_text,
     refuse_bad_turn,
     refuse_bad_verdict,
     refuse_lost,
@@ -755,6 +756,8 @@ def _text_in(record: Mapping[str, Any], key: str) -> str:
     if not isinstance(value, str):
         are_texts = isinstance(value, list) and all(isinstance(each, str) for each in value)
         write = "write one of them there" if are_texts and value else "write a text there"
+        if isinstance(value, bool | int | float):
+            write += f", such as {example_of_text(value)}"
         if found := pointer_in(record, value):
             kind = kind_of([found])
             write = f"if it is {kind} {found.where}, write the text of that option there"

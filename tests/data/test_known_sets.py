@@ -1308,9 +1308,9 @@ def test_steps_before_the_answers_of_a_pair_are_not_lost():
     [
         (
             {"answer": 4},
-            "write `question` with `choices` as `instruction` and `answer` as `output`",
+            "write `question` with `choices` as `instruction` and `answer` as a text, such as '4',",
         ),
-        ({"answer": -1}, "and `answer` as `output`"),
+        ({"answer": -1}, "and `answer` as a text, such as '-1', as `output`"),
         ({"answer": "b"}, "`choices` may be a part of the question"),
         ({"code": "en"}, "`question` has no answer of a known name beside it"),
     ],
@@ -1433,3 +1433,30 @@ def test_a_wrong_answer_is_not_offered(name: str):
         record = {"question": "Which?", "best_answer": "a", name: text}
         with pytest.raises(BadLineError, match="and `best_answer` as `output`"):
             documents(record)
+
+
+# BoolQ's card: `answer` is a bool.
+BOOLQ = {"question": "is it rain", "answer": True, "passage": "Water falls."}
+
+
+@pytest.mark.parametrize(
+    ("record", "says", "text"),
+    [
+        (
+            BOOLQ,
+            "write `question` with `passage` as `instruction` and `answer` as a text, such as "
+            "'yes' or 'no', as `output`, or let a policy",
+            "yes",
+        ),
+        ({"problem": "2 + 3?", "solution": 5}, "`solution` as a text, such as '5', as `outp", "5"),
+        ({"prompt": "2 + 3?", "target": 0.5}, "`target` as a text, such as '0.5', as `comp", "0.5"),
+        ({"instruction": "q", "answer": False}, "`answer` as a text, such as 'yes' or 'no'", "no"),
+    ],
+)
+def test_an_answer_that_is_no_text_is_to_be_written_as_one(record: dict, says: str, text: str):
+    with pytest.raises(BadLineError, match=says):
+        documents(record)
+    (document,) = documents({"instruction": "q", "output": text})  # as the line says
+    assert document.text == theirs([USER, {**ANSWER, "content": text}])
+    with pytest.raises(BadLineError, match=r"is not text: True; write a text .*'yes' or 'no'"):
+        documents({"instruction": "q", "output": True})
