@@ -114,6 +114,11 @@ _AFTER_TURNS = {
     *("target", "targets", "solution", "reply", "ground_truth", "reference"),
 }
 """Names of the answer to the last question of a dialogue, such as ChatQA's ``answers``."""
+_OF_CHECKS = {
+    *("func_name", "fn_name", "instruction_id", "instruction_id_list", "instruction_ids"),
+    *("tests", "test_cases", "unit_tests", "test_list"),
+}
+"""Keys of an object that says how a program checks an answer."""
 _VARIANTS = {"original", "orig", "rewritten", "evolved", "seed", "explanation"}
 """Words in the names of texts that a record was made from, or that explain it."""
 _OF_ATTACHMENTS = {"attachment", "attachments", "upload", "uploads"}
@@ -529,6 +534,12 @@ def refuse_lost_answer(record: Mapping[str, Any], turns: Sequence[Any], name: st
     shown = [text_of(turn) for turn in answers]
     shown += [json.dumps(turn["tool_calls"]) for turn in answers if "tool_calls" in turn]
     for key, value in record.items():
+        if key.lower() in _AFTER_TURNS and key != name and is_check(value):
+            raise BadLineError(
+                f"`{name}` end with a {end}, and `{key}` says how a program checks its answer: "
+                f"{shortened(value)}; let a policy answer for a reward that reads it (moetrain "
+                "rl), or leave such records out"
+            )
         if key not in (name, *_BY_ALL) and _answers_last(key, value, shown):
             raise BadLineError(
                 f"`{name}` end with a {end}, and `{key}` seems to be its answer, which would be "
@@ -771,6 +782,16 @@ def _texts_in(value: object) -> Iterator[str]:
 def example_of_text(value: bool | float) -> str:
     """Return how a truth value (BoolQ's ``answer``) or a number may be written as a text."""
     return "'yes' or 'no'" if isinstance(value, bool) else f"'{value}'"
+
+
+def is_check(value: object) -> bool:
+    """Return whether a value, or the JSON of a text, says how a program checks an answer.
+
+    It names a function, instructions or tests: RLVR-IFeval's ``ground_truth``.
+    """
+    found = _parsed(value)
+    found = found[0] if isinstance(found, list) and found else found
+    return isinstance(found, Mapping) and not _OF_CHECKS.isdisjoint(found)
 
 
 def may_be_asked(key: str, value: object) -> bool:

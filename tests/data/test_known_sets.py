@@ -1460,3 +1460,22 @@ def test_an_answer_that_is_no_text_is_to_be_written_as_one(record: dict, says: s
     assert document.text == theirs([USER, {**ANSWER, "content": text}])
     with pytest.raises(BadLineError, match=r"is not text: True; write a text .*'yes' or 'no'"):
         documents({"instruction": "q", "output": True})
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        {"func_name": "validate_lowercase", "N": None, "quantifier": None},  # RLVR-IFeval's card
+        [{"instruction_id": ["keywords:existence"], "kwargs": [{"keywords": ["nile"]}]}],
+        {"fn_name": "add", "inputs": [[1, 2]], "outputs": [[3]]},
+    ],
+)
+def test_what_a_program_checks_an_answer_by_is_no_answer(check: dict | list):
+    for value in (check, json.dumps(check)):
+        with pytest.raises(BadLineError, match="`ground_truth` says how a program") as refused:
+            documents({"messages": [USER], "ground_truth": value})
+        assert "last turn" not in str(refused.value)
+        assert "moetrain rl" in str(refused.value)
+        assert len(documents({"messages": [USER, ANSWER], "ground_truth": value})) == 1
+    with pytest.raises(BadLineError, match="`ground_truth` seems to be its answer"):
+        documents({"messages": [USER], "ground_truth": '{"name": "Ann"}'})
