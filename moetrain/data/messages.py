@@ -288,8 +288,9 @@ def _refuse_branches(messages: Sequence[object], name: str) -> None:
     """
     first: dict[tuple[str, str], int] = {}
     for i, message in enumerate(messages):
-        role = role_of(message) if isinstance(message, dict) else None
-        for key, value in message.items() if role in ("user", "assistant") else ():
+        if not isinstance(message, dict) or role_of(message) not in ("user", "assistant"):
+            continue
+        for key, value in message.items():
             if not _PARENT <= words_of(key) <= _PARENT | {"message", "turn"}:
                 continue
             if not isinstance(value, str | int) or value == "":
