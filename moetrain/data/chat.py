@@ -1034,8 +1034,9 @@ def _warn_of_opening(opening: re.Match[str], thought: "_Thought | None") -> None
     else:
         _warn_of_thoughts(
             opening[0],
-            "answers are learned as the chat template writes them, without this beginning; give "
-            "a template in data.chat_template whose answers begin as its prompts end",
+            "answers are learned as they are written, without this beginning; give their thoughts "
+            "as reasoning_content, or a template in data.chat_template whose answers begin as its "
+            "prompts end",
         )
 
 

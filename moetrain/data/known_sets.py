@@ -828,10 +828,12 @@ def _remedy_for_question(record: Mapping[str, Any]) -> str | None:
         if named[k] not in ABOUT and not describes(k, record[k])
     ]
     if asked and said and others and named[asked[0]] in QUESTIONS:
+        rivals = [k for k in named if f"`{k}`" in others and named[k] in _ANSWERS - _OF_PAIRS]
+        learned = f", {_one_of([*said, *rivals])}," if rivals else ""  # LIMO's `solution`
         return (
             f"{', '.join(sorted(others))} may be a part of the question or of the answer; write "
-            "what is asked as `instruction` and what is learned as `output`, and leave the others "
-            f"out{_also_thought(record)}"
+            f"what is asked as `instruction` and what is learned{learned} as `output`, and leave "
+            f"the others out{_also_thought(record)}"
         )
     if not asked and isinstance(record.get("input"), str) and isinstance(record.get("output"), str):
         thought = _without_thought(record) + _also_thought(record)

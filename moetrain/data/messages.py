@@ -554,6 +554,9 @@ def _read_turn(message: Mapping[str, Any], where: str, has_masks: bool) -> Messa
     weight = _read_weight(turn, where, has_masks)
     if role == _CALL:
         thought, content = _without_thought(_joined(content))
+        if isinstance(content, str) and content.startswith("Calling tools:"):  # smolagents' memory
+            said = f"{where} shows the calls of the turn before it as text: {shortened(content)}"
+            raise BadLineError(f"{said}; leave such turns out")
         calls = _read_calls(content, f"{where}, a call,")
         return {"role": role, "tool_calls": calls, **thought, **weight}
     turn |= weight

@@ -567,6 +567,10 @@ def test_other_metadata_is_no_tools(metadata: object):
             "`cot`, `passage` may be a part of the question or of the answer; write what is asked "
             "as `instruction` and what is learned as `output`",
         ),
+        (
+            {"question": "q", "solution": "Two and one are 3.", "answer": "3"},  # LIMO
+            "what is learned, one of `answer` and `solution`, as `output`",
+        ),
         ({"question": "q", "answer": "a", "response": "b"}, "`answer` and `response`; leave one"),
         ({"prompt": "q"}, "`prompt` has no answer .*" + _OF_RL),
         (

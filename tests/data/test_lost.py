@@ -1729,3 +1729,17 @@ def test_a_context_that_is_no_text_keeps_its_name():
 )
 def test_an_error_names_the_field_of_the_record(record: dict, says: str):
     refuses_line(record, says)
+
+
+def test_calls_that_smolagents_shows_again_are_left_out():
+    """Its memory has them behind the answer with their code, as Python shows them."""
+    shown = {
+        "role": "tool-call",
+        "content": "Calling tools:\n[{'id': 'call_1', 'type': 'function'}]",
+    }
+    with pytest.raises(
+        BadLineError, match=r"messages\[2\] shows the calls .* leave such turns out"
+    ):
+        documents({"messages": [USER, ANSWER, shown]})
+    (whole,) = documents({"messages": [USER, ANSWER]})
+    assert whole.text == theirs(USER, ANSWER)

@@ -314,7 +314,7 @@ MARKED = """\
 
 WITHOUT = "answers without a thought are learned as the chat template writes them"
 WITH = "answers with a thought are learned, which no such prompt begins"
-OTHERWISE = "answers are learned as the chat template writes them, without this beginning"
+OTHERWISE = "answers are learned as they are written, without this beginning"
 PLAINLY, THINKS = {"content": "a"}, {"content": "a", "reasoning_content": "t"}
 ON, NO_THINKING = {"enable_thinking": True}, {"enable_thinking": False}
 
