@@ -116,16 +116,9 @@ def reward(model: Path, way: str, seed: int, words: argparse.Namespace) -> None:
     states = ["--optim.state_dtype", "bfloat16", "--optim.gradient_dtype", "bfloat16"]
     rate = ["--optim.lr", words.rl_lr, "--optim.schedule", "constant", "--rl.advantage", "grpo"]
     to = folder_of(words.out, way, seed)
-    files = [
-        "--checkpoint.save_hf",
-        "no",
-        "--checkpoint.at_end",
-        "no",
-        "--checkpoint.interval",
-        10**6,
-        "--output_dir",
-        to,
-    ]
+    # Nine checkpoints would fill a disk.
+    files = ["--checkpoint.save_hf", "no", "--checkpoint.at_end", "no", "--output_dir", to]
+    files += ["--checkpoint.interval", 10**6, "--checkpoint.minutes", 0]
     text = [str(word) for word in (*task, *sizes, *states, *rate, *files, *WAYS[way])]
     command = [sys.executable, "-m", "moetrain.rl", "--model.path", str(model), *text]
     print(f"\n$ python -m moetrain.rl --model.path {model} {' '.join(text)}", flush=True)

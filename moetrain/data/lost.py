@@ -257,7 +257,9 @@ def request_in(key: str, value: object) -> tuple[str, Mapping[str, Any]] | None:
 
     None: the field holds no request.
     """
-    request = _parsed(value)
+    # Other texts of JSON, which may be large, are not parsed.
+    may_be = not isinstance(value, str) or any(f'"{name}"' in value for name in _OF_REQUESTS)
+    request = _parsed(value) if may_be else None
     if isinstance(request, Mapping) and isinstance(request.get("body"), Mapping):
         key, request = f"{key}.body", request["body"]
     if not isinstance(request, Mapping) or _OF_REQUESTS.isdisjoint(request):
@@ -267,25 +269,16 @@ def request_in(key: str, value: object) -> tuple[str, Mapping[str, Any]] | None:
 
 def systems_of_request(request: Mapping[str, Any]) -> dict[str, str]:
     """Return the texts for the system in the body of a request, by their places in it."""
-    found = {
-        key: "\n".join(_texts_of_parts(value))
-        for key, value in request.items()
-        if key == "system" or _is_system(key)
-    }
+    found: dict[str, str] = {}
+    for key, value in request.items():
+        if key == "system" or _is_system(key):
+            parts = value.get("parts") if isinstance(value, Mapping) else value  # Gemini's
+            found[key] = text_of({"content": parts})
     turns = request.get("messages")
     for i, turn in enumerate(turns if isinstance(turns, list) else ()):
         if isinstance(turn, Mapping) and role_of(turn) == "system":
-            found[f"messages[{i}]"] = "\n".join(_texts_of_parts(turn.get("content")))
+            found[f"messages[{i}]"] = text_of(turn)
     return {place: text for place, text in found.items() if text.strip()}
-
-
-def _texts_of_parts(value: object) -> Iterator[str]:
-    """Yield a text, or the texts of its parts (``{"type": "text", "text": ...}``)."""
-    parts = value.get("parts", [value]) if isinstance(value, Mapping) else value
-    for part in parts if isinstance(parts, list) else [parts]:
-        text = part.get("text") if isinstance(part, Mapping) else part
-        if isinstance(text, str):
-            yield text
 
 
 def _refuse_lost_request(record: Mapping[str, Any], documents: Sequence[Document]) -> None:
@@ -416,20 +409,24 @@ def _own_texts(value: object) -> list[str]:
     These are the texts of several words, or, if there are none, the longest text. The names of
     roles are left out, and texts under keys that describe an object, such as its id.
     """
-    texts = [text for text in _undescribed(value) if not is_role(text)]
+    texts = _texts_without(value, lambda key, _: _describes(key))
+    texts = [text for text in texts if not is_role(text)]
     several = [text for text in texts if len(text.split()) > 1]
     return several or sorted(texts, key=len)[-1:]
 
 
-def _undescribed(value: object) -> Iterator[str]:
-    """Yield the texts in a value of any form, except those under keys that describe an object."""
+def _texts_without(value: object, is_left_out: Callable[[str, object], bool]) -> Iterator[str]:
+    """Yield the texts in a value of any form, except those of objects that ``is_left_out`` says.
+
+    It gets the key of an object, and what is under it.
+    """
     if isinstance(value, Mapping):
         for key, each in value.items():
-            if not _describes(str(key)):
-                yield from _undescribed(each)
+            if not is_left_out(str(key), each):
+                yield from _texts_without(each, is_left_out)
     elif isinstance(value, list | tuple):
         for each in value:
-            yield from _undescribed(each)
+            yield from _texts_without(each, is_left_out)
     else:
         yield from _texts_in(value)
 
@@ -805,19 +802,7 @@ def texts_of_part(value: object) -> list[str]:
     The name, the place and the number of an object (:func:`is_address`) only say where its other
     texts are from, and are left out if it has others.
     """
-    return [*_texts_of_objects(value)] or [*_texts_in(value)]
-
-
-def _texts_of_objects(value: object) -> Iterator[str]:
-    if isinstance(value, Mapping):
-        for key, each in value.items():
-            if not is_address(str(key), each):
-                yield from _texts_of_objects(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _texts_of_objects(each)
-    else:
-        yield from _texts_in(value)
+    return [*_texts_without(value, is_address)] or [*_texts_in(value)]
 
 
 def is_address(key: str, value: object) -> bool:

@@ -36,7 +36,7 @@ _MARKS = re.escape("].:)}=|>-*`'\"\u2013\u2014\u3001\u3002\uff0e\uff1a\uff09")
 _MOST_CHARACTERS = 64
 """Most characters at an end of an option that are looked for: those of passages take minutes."""
 _BEGINS = (0, 1)
-"""Where an index may begin."""
+"""The numbers at which an index may begin."""
 
 
 class Pointer(NamedTuple):

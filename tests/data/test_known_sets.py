@@ -1418,7 +1418,7 @@ def test_the_advice_for_gpqa_offers_the_right_answer_alone():
     with pytest.raises(BadLineError, match=says) as refused:
         documents(GPQA)
     assert "Incorrect" not in str(refused.value).partition("write `Question`")[2]
-    # As the line says.
+    # The advice of the error is followed.
     names = {"Question": "instruction", "Correct Answer": "output"}
     line = {names.get(key, key): text for key, text in GPQA.items()}
     with pytest.raises(BadLineError, match="`Pre-Revision Question` may be a part"):

@@ -216,7 +216,7 @@ def test_the_verdict_of_a_turn_decides_over_that_of_its_record():
             documents({"messages": [asked, bad, USER, fine], **beside})
     with pytest.raises(BadLineError, match=says):
         documents({"prompt": [USER], "completion": [bad]})
-    # As the line says, it is shown and not learned.
+    # With the weight that the error advises, the turn is shown and not learned.
     (document,) = documents({"messages": [USER, {**bad, "weight": 0}, USER, fine]})
     assert document.text == theirs(USER, ANSWER, USER, ANSWER)
     assert len(document.loss_spans) == 1
@@ -1494,7 +1494,7 @@ def test_a_text_that_a_turn_comes_with_is_not_lost(beside: dict):
         documents({"messages": [{**USER, **beside}, ANSWER]})
     with pytest.raises(BadLineError, match=says):
         ChatTemplate(CHATML, {}).check_prompt([{**USER, **beside}], {})  # one of `rl`
-    # As the line says: the text is in `content`, and the field may stay where it is.
+    # The error's advice: the text is written into `content`; the field may stay.
     asked = f"q\n{FILE}"
     if "content" in beside:
         beside = {"content": [{**beside["content"][0], "text": asked}]}
@@ -1695,7 +1695,7 @@ def test_a_context_that_is_no_text_keeps_its_name():
     says = "`context` may be a part of the question or of the answer: .*; write it in the question"
     refuses_line(record, says)
     refuses_line({**record, "context": HOTPOT["sentences"][1]}, says)  # as PubMedQA's, a list
-    # As the line says, it stands in the question, or there without its field.
+    # The error's advice: the text is written into the question; its field may go.
     asked = f"{WHOLE}\nWhich was first?"
     answer = {"role": "assistant", "content": "Arthur's Magazine"}
     right = theirs({"role": "user", "content": asked}, answer)

@@ -211,12 +211,12 @@ def _likely(line: Mapping[str, Any]) -> list[str]:
 
 
 class PlaceOfAnswer(NamedTuple):
-    """Where the right answer of a line may be."""
+    """A field in which the right answer of a line may be."""
 
     field: str
     """The field, with a dot before a field within it."""
     value: object
-    """What it holds."""
+    """The value of the field."""
     said: str
     """The place in words."""
 
