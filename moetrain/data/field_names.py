@@ -8,6 +8,7 @@ describes the record, or repeats text of the two. Any other field may be a part 
 from collections.abc import Mapping
 from typing import Any
 
+from moetrain.data.chat_exports import place_in_export, read_export
 from moetrain.data.known_sets import (
     ABOUT,
     QUESTION_OF,
@@ -65,6 +66,7 @@ def renamed(
     """
     found = {key: value for key, value in record.items() if value is not None}
     found = read_response(found) if is_response(found) else without_settings(found)
+    found = read_export(found)
     if not {"instruction", "output"} & found.keys() and {"Instruction", "Output"} <= found.keys():
         found = {_IN_CAPITALS.get(key, key): value for key, value in found.items()}
     for name in SYSTEMS:
@@ -136,6 +138,8 @@ def name_of_dialogue(record: object) -> str | None:
     """Return the field of ``record`` that :func:`renamed` renames to ``messages``, if any."""
     if not isinstance(record, dict) or record.get("messages") is not None:
         return None
+    if (place := place_in_export(record)) is not None:
+        return place
     known = (name for name in _DIALOGUES if isinstance(record.get(name), list))
     return next(known, None) or _other_dialogue(record, "text")
 

@@ -594,7 +594,6 @@ def remedy_for(
         _remedy_for_served(record)
         or _remedy_for_response(record, reads_labels)
         or _remedy_for_records(record)
-        or _remedy_for_tree(record)
         or _remedy_for_file(record)
         or (None if _asked(record) else _remedy_for_texts(record))
         or _remedy_for_objects(record)
@@ -1220,20 +1219,6 @@ def _unlike_turns(key: str, objects: Sequence[Mapping[str, Any]]) -> tuple[bool,
     return not words_of(key).isdisjoint(_OF_EXAMPLES), not has_both
 
 
-def _remedy_for_tree(record: Mapping[str, Any]) -> str | None:
-    """Return the advice for a record whose turns are the nodes of a tree: ChatGPT's export."""
-    for key, value in record.items():
-        nodes = [*value.values()] if isinstance(value, dict) else []
-        if nodes and all(isinstance(x, dict) and {"parent", "message"} <= x.keys() for x in nodes):
-            last = "`current_node`" if "current_node" in record else "its last answer"
-            return (
-                f"`{key}` is a tree of messages, of which one branch is the dialogue; follow "
-                f"`parent` from {last} to the root, and write the messages of this branch in order "
-                "as `messages`, each with `role` and the text as `content`"
-            )
-    return None
-
-
 def _remedy_for_objects(record: Mapping[str, Any]) -> str | None:
     """Return the advice for a record whose question is an object: Weave's and LangSmith's logs.
 
@@ -1254,7 +1239,7 @@ def _remedy_for_objects(record: Mapping[str, Any]) -> str | None:
             are_there = isinstance(tools, list) and tools and are_tools(tools)
             also = f" and `{key}.tools` as `tools`" * bool(are_there)
             last = value[name][-1]
-            if isinstance(last, dict) and role_of(last) == "assistant":  # Open WebUI's `chat`
+            if isinstance(last, dict) and role_of(last) == "assistant":
                 return f"write `{key}.{name}` as `messages`{also}"
             return (
                 f"write `{key}.{name}` and after it the answer{answer} as `messages`{also}"

@@ -547,8 +547,6 @@ def _read_turn(message: Mapping[str, Any], where: str, has_masks: bool) -> Messa
     if not isinstance(role, str):
         said = f"{where}.role is missing or not text: {shortened(turn)}"
         also = _OF_ITEMS.get(str(turn.get("type")), "")
-        if isinstance(turn.get("versions"), list):  # LM Studio's
-            also = "; it has several versions, of which `currentlySelected` is the one to write"
         raise BadLineError(f'{said}; give {{"role": ..., "content": ...}}{also}')
     turn["role"] = role
     weight = _read_weight(turn, where, has_masks)

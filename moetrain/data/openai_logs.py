@@ -74,12 +74,12 @@ def read_response(record: Mapping[str, Any]) -> dict[str, Any]:
     if not asked:
         problem = "it is a response without the `input` of its request"
         raise BadLineError(f"{problem}: {shortened(dict(record))}; write it beside `output`")
-    prompt = _turns_of(asked, "input")
+    prompt = turns_of_items(asked, "input")
     if isinstance(instructions, str) and instructions:
         prompt = [{"role": "system", "content": instructions}, *prompt]
     elif instructions:
-        prompt = [*_turns_of(instructions, "instructions"), *prompt]
-    completion = _turns_of(record["output"], "output")
+        prompt = [*turns_of_items(instructions, "instructions"), *prompt]
+    completion = turns_of_items(record["output"], "output")
     if not completion or completion[-1].keys().isdisjoint(("content", "tool_calls")):
         problem = f"`output` has no answer: {shortened(record['output'])}"
         raise BadLineError(f"{problem}; leave such records out", kind="no answer in a response")
@@ -88,8 +88,11 @@ def read_response(record: Mapping[str, Any]) -> dict[str, Any]:
     return {**rest, "prompt": prompt, "completion": completion}
 
 
-def _turns_of(items: object, name: str) -> list[dict[str, Any]]:
-    """Return the messages of a text, which is the user's, or of the items of the field ``name``."""
+def turns_of_items(items: object, name: str) -> list[dict[str, Any]]:
+    """Return the messages of a text, which is the user's, or of the items of the field ``name``.
+
+    Raises BadLineError: an item is of a type that is not read.
+    """
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     turns: list[dict[str, Any]] = []

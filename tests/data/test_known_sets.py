@@ -1372,9 +1372,9 @@ def test_pictures_are_named_before_anything_else(record: dict, place: str, pairs
             {f"set {i}": {"file_name": "a.json", "formatting": "alpaca"} for i in range(3)},
             "none is near",
         ),
-        (  # Open WebUI's exports
-            {"id": "1", "chat": {"title": "t", "messages": [USER, ANSWER]}},
-            "; write `chat.messages` as `messages`, or name the field",
+        (
+            {"id": "1", "log": {"title": "t", "messages": [USER, ANSWER]}},
+            "; write `log.messages` as `messages`, or name the field",
         ),
         ({"input": {"question": "q"}, "output": {"answer": "a"}}, "`input` is an object; write"),
         ({"entities": [{"word": "Paris"}], "id": "3"}, "if `entities` is a dialogue, write its"),

@@ -1211,17 +1211,6 @@ OBJECTS = [
 ]
 
 
-def test_a_tree_of_messages_is_told_of_its_branch():
-    """ChatGPT exports conversations so."""
-    nodes = {
-        "a": {"id": "a", "parent": None, "message": None},
-        "b": {"id": "b", "parent": "a", "message": {"author": {"role": "user"}}},
-    }
-    says = "`mapping` is a tree of messages, .* follow `parent` from `current_node` to the root"
-    with pytest.raises(BadLineError, match=says):
-        documents({"title": "t", "mapping": nodes, "current_node": "b"})
-
-
 def test_the_list_that_looks_like_turns_is_named_as_the_dialogue():
     """Zendesk's tickets have other lists of objects before their comments."""
     comments = [{"author_id": 3, "body": "q"}, {"author_id": 4, "body": "a"}]
@@ -1613,9 +1602,6 @@ def test_advice_on_a_log_names_the_parts_of_its_request():
         documents({"request": request_, "response": answer})
     (whole,) = documents({"request": request_, "system": "S", "messages": [USER, answer]})
     assert theirs(SYSTEM, USER, ANSWER) == whole.text
-    version = {"versions": [USER], "currentlySelected": 0}
-    with pytest.raises(BadLineError, match=r"several versions, of which `currentlySelected`"):
-        documents({"messages": [version]})
 
 
 # ---- parts of a question that are objects -------------------------------------------------------
