@@ -567,7 +567,7 @@ def _read_turn(message: Mapping[str, Any], where: str, has_masks: bool) -> Messa
     if calls:
         turn["tool_calls"] = calls
     if isinstance(content, list):
-        turn["content"] = [_read_part(part, where) for part in content]
+        turn["content"] = content = [_read_part(part, where) for part in content]
     elif not isinstance(content, str) and not (content is None and calls):
         said = f"{where}.content is missing or not text: {shortened(turn)}"
         raise BadLineError(f"{said}; give text in `content`{_also_in_parts(turn)}")

@@ -478,6 +478,13 @@ def test_a_thought_that_is_written_twice_is_one():
             ChatTemplate(TEMPLATES["json"], {}).documents([USER, other])
 
 
+def test_texts_in_a_list_beside_a_thought_are_read_as_parts():
+    """They stayed texts, at which the search for what a turn comes with ended in a traceback."""
+    said = {"role": "assistant", "reasoning_content": "hm", "content": ["H", {"text": "o"}]}
+    ((text, _),) = ChatTemplate(TEMPLATES["json"], {}).documents([USER, said])
+    assert text == "<user>Hi<assistant><think>hm</think>Ho<end>"
+
+
 def test_roles_with_hyphens_are_those_with_underscores():
     """smolagents writes tool-call and tool-response. Templates used to write these names."""
     call = {"role": "tool-call", "content": json.dumps(BARE)}
