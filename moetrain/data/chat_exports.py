@@ -387,6 +387,9 @@ def _read_claude(record: Mapping[str, Any]) -> _Read:
     for key in path:
         message, where = messages[places[key]], f"chat_messages[{places[key]}]"
         role = role_of({"role": message["sender"]})
+        if role not in ("user", "assistant"):
+            said = f"{where}.sender is {shortened(message['sender'])}, neither human nor assistant"
+            raise BadLineError(f"{said}; leave such records out")
         if role == "assistant":
             _refuse_unfinished({"truncated": message.get("truncated")}, where)
         text, content = message.get("text"), message.get("content")
@@ -445,7 +448,8 @@ def _read_librechat(record: Mapping[str, Any]) -> _Read:
         key = str(message["messageId"])
         parents[key] = before or message.get("parentMessageId")
         found[key] = where, message
-        inner = message.get("children") or []
+        inner = message.get("children")
+        inner = inner if isinstance(inner, list) else []
         stack += [(f"{where}.children[{i}]", x, key) for i, x in enumerate(inner)][::-1]
     remedy = "leave the messages of other branches out, or export the chat without its branches"
     turns = [_turn_of_librechat(*found[key]) for key in _branch(parents, None, field, remedy)]
@@ -470,11 +474,13 @@ def _turn_of_librechat(where: str, message: Mapping[str, Any]) -> Message:
     if not isinstance(content, list):
         return {**rest, "role": role, "content": content}
     parts = [part for part in content if part is not None]
-    if not parts:
-        thought, text = _divided(str(message.get("text") or ""), _THINKING)
-        if thought is not None and role == "assistant":
+    text = message.get("text")
+    if not parts and isinstance(text, str) and role == "assistant":
+        thought, text = _divided(text, _THINKING)
+        if thought is not None:
             return _turn(role, [_thought(thought), {"type": "text", "text": text}], rest, where)
-        return _turn(role, str(message.get("text") or ""), rest, where)
+    if not parts:
+        return {**rest, "role": role, "content": text}
     said: list[object] = []
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else None
@@ -559,7 +565,7 @@ def _parts_of_step(step: Mapping[str, Any], where: str) -> list[Any]:
     info = step.get("genInfo")
     stats = info.get("stats") if isinstance(info, dict) else None
     stop = stats.get("stopReason") if isinstance(stats, dict) else None
-    _refuse_unfinished({"genInfo.stats.stopReason": stop in _CUT and stop}, where)
+    _refuse_unfinished({"genInfo.stats.stopReason": str(stop) in _CUT and stop}, where)
     if not _is_thinking(step):
         if step.get("shouldIncludeInContext") is False:
             problem = f"{where} was not shown to the model (shouldIncludeInContext): "

@@ -128,7 +128,8 @@ def turns_of_items(items: object, name: str) -> list[dict[str, Any]]:
 def _thought_of(item: Mapping[str, Any]) -> str:
     """Return the text of a reasoning, or of its summary. It may be empty: it may be encrypted."""
     for key in ("content", "summary"):
-        parts = item.get(key) or []
+        parts = item.get(key)
+        parts = parts if isinstance(parts, list) else []
         texts = [part.get("text") for part in parts if isinstance(part, dict)]
         thought = "\n\n".join(text for text in texts if isinstance(text, str) and text.strip())
         if thought and key == "summary":

@@ -601,6 +601,10 @@ LOST: dict[str, tuple[dict, str]] = {
         changed("Claude.ai", content=[claude_text("b"), {"type": "thinking", "thinking": "so"}]),
         r"chat_messages\[4\] has a thought behind a text",
     ),
+    "Claude.ai's sender": (
+        changed("Claude.ai", sender=None),
+        r"chat_messages\[4\]\.sender is None, neither human nor assistant; leave such records out",
+    ),
     "Claude.ai's unfinished": (
         changed("Claude.ai", truncated=True),
         r"chat_messages\[4\]\.truncated is True: the answer is not whole; leave such records out",
@@ -618,6 +622,10 @@ LOST: dict[str, tuple[dict, str]] = {
             ),
         ),
         r"messages\[3\]\.content has a part that is no text: .*rain",
+    ),
+    "LibreChat's number": (
+        changed("LibreChat", text=5),
+        r"messages\[3\]\.content is missing or not text: .*; give text in `content`",
     ),
     "LibreChat's error": (
         changed("LibreChat", error=True, text="Something went wrong."),
@@ -775,3 +783,19 @@ def test_a_question_at_the_end_of_the_branch_is_not_answered(caplog):
     (document,) = reader().documents({**CHATGPT, "current_node": "u2"})
     assert document.text == theirs(USER, ANSWER)
     assert "end with a question that nothing answers: it is left out" in caplog.text
+
+
+def test_keys_of_other_types_end_in_no_traceback():
+    info = {"stats": {"stopReason": {"a": 1}}}
+    tree = libre_tree(LIBRE_MESSAGES[:1])
+    tree[0]["children"] = True
+    records: list[dict] = [
+        changed("LM Studio", steps=[lm_step(lm_text("b"), genInfo=info)]),
+        changed("Open WebUI", output=[{**REASONING, "content": 7}, SAID]),
+    ]
+    for record in records:
+        (document,) = reader().documents(record)
+        assert reader().unread(record, [document]) == []
+        assert document.text == theirs(USER, ANSWER, AGAIN, LAST)
+    with pytest.raises(BadLineError, match="has no assistant turn to learn from"):
+        reader().documents({**without(LIBRECHAT, "messages"), "messagesTree": tree})
