@@ -1,22 +1,25 @@
-"""Reads exports of chat programs, which keep the answers that were generated again, as ``messages``.
+"""Reads exports of chat programs as ``messages``. They keep answers that were generated again, too.
 
 A program is recognised by the keys of its records. Only the branch that the record itself chooses
 is read; a record that chooses none is refused if it has several. Other branches are not learned.
 
-| program | a record | the branch |
-|---|---|---|
-| ChatGPT, ``conversations.json`` of the data export, 2023 to 2026 | ``mapping`` | from ``current_node`` to the root |
-| Claude.ai, ``conversations.json`` of the data export, 2024 to 2026 | ``chat_messages`` | from ``current_leaf_message_uuid``, if there is one |
-| LibreChat 0.7 and 0.8 (``useExportConversation.ts``) | ``messages`` or ``messagesTree`` | the only one |
-| LM Studio 0.3 and 0.4, a file of its folder ``conversations`` | ``messages`` of ``versions`` | each ``currentlySelected`` |
-| Open WebUI 0.3 to 0.8 (``history`` of ``models/chats.py``, ``utils/middleware.py``) | ``chat`` | from ``history.currentId`` to the root |
+- ChatGPT, ``conversations.json`` of the data export, as of 2023 to 2026: ``mapping``, from
+  ``current_node`` to the root.
+- Claude.ai, ``conversations.json`` of the data export, as of 2024 to 2026: ``chat_messages``, from
+  ``current_leaf_message_uuid`` to the root if there is one.
+- LibreChat 0.7 and 0.8, as ``useExportConversation.ts`` writes it: ``messages``, or
+  ``messagesTree`` with ``children``, if they have one branch.
+- LM Studio 0.3 and 0.4, a file of its folder ``conversations``: ``messages`` of ``versions``, each
+  ``currentlySelected``.
+- Open WebUI, ``chat.history`` from ``currentId`` to the root: 0.3 to 0.7, whose ``middleware.py``
+  writes thoughts as ``<details>``, and the versions of 2026 that store ``output`` too.
 
 OpenAI, Anthropic and LM Studio document no form. Theirs are those that the importers of LibreChat
 and of other programs read.
 
 Left out on purpose: the tools that these programs run themselves. Their calls are refused by name,
 except Open WebUI's ``output``, whose items are those of OpenAI's responses.
-"""  # noqa: E501
+"""
 
 import html
 import re
@@ -375,6 +378,9 @@ def _field_of_claude(record: Mapping[str, Any]) -> str | None:
 def _read_claude(record: Mapping[str, Any]) -> _Read:
     messages: Sequence[dict[str, Any]] = record["chat_messages"]
     places = {str(message["uuid"]): i for i, message in enumerate(messages)}
+    if len(places) != len(messages):
+        problem = f"`chat_messages` are {len(messages)} with {len(places)} different `uuid`"
+        raise BadLineError(f"{problem}; leave such records out")
     path = [*places]
     last = record.get("current_leaf_message_uuid")
     if all("parent_message_uuid" in message for message in messages):
@@ -446,6 +452,9 @@ def _read_librechat(record: Mapping[str, Any]) -> _Read:
         if not isinstance(message, dict) or not {"messageId", "isCreatedByUser"} <= message.keys():
             raise BadLineError(f"{where} is no message: {shortened(message)}; leave it out")
         key = str(message["messageId"])
+        if key in found:
+            problem = f"{where}.messageId is that of another message, {shortened(key)}"
+            raise BadLineError(f"{problem}; leave such records out")
         parents[key] = before or message.get("parentMessageId")
         found[key] = where, message
         inner = message.get("children")

@@ -601,6 +601,14 @@ LOST: dict[str, tuple[dict, str]] = {
         changed("Claude.ai", content=[claude_text("b"), {"type": "thinking", "thinking": "so"}]),
         r"chat_messages\[4\] has a thought behind a text",
     ),
+    "Claude.ai's uuid": (
+        changed("Claude.ai", uuid="u1"),
+        "`chat_messages` are 5 with 4 different `uuid`; leave such records out",
+    ),
+    "LibreChat's id": (
+        changed("LibreChat", messageId="u1"),
+        r"messages\[3\]\.messageId is that of another message, 'u1'; leave such records out",
+    ),
     "Claude.ai's sender": (
         changed("Claude.ai", sender=None),
         r"chat_messages\[4\]\.sender is None, neither human nor assistant; leave such records out",
