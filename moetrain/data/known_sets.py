@@ -3,9 +3,10 @@
 A record is read if its fields tell what is asked and what is answered. The sets with such records
 are Glaive's and xLAM's function calling, runs of SWE-agent, the conversations of Capybara, XTuner
 and Firefly, the answers of Llama-Nemotron, Dolphin-R1 and WildJailbreak, Magicoder's problems,
-MedMCQA's options, and pairs of SHP and of Stack Exchange. Other sets leave a choice to the user,
-such as which of two judgements counts (PKU-SafeRLHF) or how good an answer must be (HelpSteer).
-Their records are refused, and the error says what to write instead (:func:`remedy_for`).
+MedMCQA's options, PubMedQA's abstracts, and pairs of SHP and of Stack Exchange. Other sets leave a
+choice to the user, such as which of two judgements counts (PKU-SafeRLHF) or how good an answer must
+be (HelpSteer). Their records are refused, and the error says what to write instead
+(:func:`remedy_for`).
 
 Left out on purpose: records that differ from the published records of their set.
 """
@@ -212,10 +213,16 @@ _ANSWERING = {
 
 _MEDMCQA = {"A": "opa", "B": "opb", "C": "opc", "D": "opd"}
 """The letters of MedMCQA's options, and their fields. Its ``cop`` is an index from 0 into them."""
-_BESIDE_MEDMCQA = {
+_OF_OTHER_FORMS = {
     *("instruction", "output", "prompt", "completion", "chosen", "rejected", *RESPONSES),
 }
-"""Fields of another form. Beside them ``cop`` is not the only answer."""
+"""Fields of another form. Beside them MedMCQA's ``cop`` or PubMedQA's ``long_answer`` is not the
+only answer."""
+_DECISIONS = ("yes", "no", "maybe")
+"""What PubMedQA's ``final_decision`` may be."""
+_BESIDE_ABSTRACT = ("meshes", "reasoning_required_pred", "reasoning_free_pred")
+"""Keys of PubMedQA's ``context`` that are not shown: its subject terms, and decisions that its
+annotators made with and without the conclusion."""
 
 
 def read_known_set(found: dict[str, Any]) -> None:
@@ -251,8 +258,11 @@ def read_known_set(found: dict[str, Any]) -> None:
         found["instruction"] = next(filter(None, asked), "")
         found["output"] = found.pop("completion")
     is_medmcqas = {"question", "cop", *_MEDMCQA.values()} <= found.keys()
-    if is_medmcqas and _BESIDE_MEDMCQA.isdisjoint(found):
+    if is_medmcqas and _OF_OTHER_FORMS.isdisjoint(found):
         _read_medmcqa(found)
+    is_pubmedqas = {"question", "context", "long_answer"} <= found.keys()
+    if is_pubmedqas and _OF_OTHER_FORMS.isdisjoint(found):
+        _read_pubmedqa(found)
     _read_asked_turns(found)
 
 
@@ -557,6 +567,62 @@ def _read_medmcqa(found: dict[str, Any]) -> None:
     found["instruction"] = "\n".join([found.pop("question"), "", *listed])
     answer = f"Answer: {listed[int(cop)]}"
     found["output"] = f"{explained}\n\n{answer}" if explained.strip() else answer
+
+
+def _read_pubmedqa(found: dict[str, Any]) -> None:
+    """Read a question of PubMedQA, the abstract that answers it, the conclusion and the decision.
+
+    CSV has ``context`` as the text of its JSON. A ``context`` without ``contexts`` is of another
+    set, and the record is left as it is. Keys of ``context`` that are not PubMedQA's stay there.
+
+    Raises BadLineError: a field that should be text is not, a text of the abstract has no label or
+    a label no text, or the decision is another than yes, no and maybe.
+    """
+    context = _with_contexts(found["context"])
+    if context is None:
+        return
+    for key in ("question", "long_answer"):
+        if not isinstance(found[key], str):
+            raise BadLineError(f"`{key}` is not text: {shortened(found[key])}; write a text there")
+    texts, labels = context.pop("contexts"), context.pop("labels", None)
+    for key, values in (("contexts", texts), ("labels", labels)):
+        if not isinstance(values, list) or not all(isinstance(x, str) for x in values):
+            said = f"`context.{key}` is no list of texts: {shortened(values)}"
+            raise BadLineError(f"{said}; give a label for each text of the abstract")
+    if len(labels) != len(texts):
+        raise BadLineError(
+            f"`context.labels` is {shortened(labels)}, {len(labels)} for the {len(texts)} texts of "
+            "`context.contexts`; give a label for each text of the abstract",
+            kind="`context.labels` has not a label for each text",
+        )
+    decision = found.pop("final_decision", None)
+    if decision not in (None, *_DECISIONS):
+        raise BadLineError(
+            f"`final_decision` is {shortened(decision)}, and is yes, no or maybe in PubMedQA; "
+            "write one of these, or leave the field out to learn `long_answer` alone",
+            kind="`final_decision` is no decision",
+        )
+    del found["context"]
+    found.pop("pubid", None)
+    rest = {key: context[key] for key in context if key not in _BESIDE_ABSTRACT}
+    if rest:
+        found["context"] = rest
+    abstract = [f"{label}: {text}" for label, text in zip(labels, texts, strict=True)]
+    asked, answer = found.pop("question"), found.pop("long_answer")
+    found["instruction"] = "\n".join([*abstract, "", asked]) if abstract else asked
+    decided = f"Answer: {decision}" if decision else ""
+    found["output"] = "\n\n".join(filter(str.strip, (answer, decided)))
+
+
+def _with_contexts(value: object) -> dict[str, Any] | None:
+    """Return a copy of PubMedQA's ``context``, an object or the text of its JSON. None: it is none.
+
+    It is told by its ``contexts``.
+    """
+    if isinstance(value, str) and value.lstrip().startswith("{") and '"contexts"' in value:
+        with suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    return {**value} if isinstance(value, dict) and "contexts" in value else None
 
 
 # ---- advice for other records -------------------------------------------------------------------

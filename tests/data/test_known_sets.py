@@ -75,6 +75,16 @@ MEDMCQA = {
     **{"choice_type": "single", "exp": "Because\nof r.", "id": "a-1"},
     **{"subject_name": "Anatomy", "topic_name": None},
 }
+_ABSTRACT = {
+    **{"contexts": ["Aims\nvary.", "Köln: 7."], "labels": ["BACKGROUND", "RESULTS"]},
+    **{"meshes": ["Plant Leaves of a very old tree"], "reasoning_required_pred": ["y", "e", "s"]},
+    **{"reasoning_free_pred": ["n", "o"]},
+}
+PUBMEDQA = {
+    **{"pubid": 21645374, "question": "q?", "context": _ABSTRACT, "long_answer": "We\nconclude."},
+    **{"final_decision": "yes"},
+}
+OF_ABSTRACT = {"role": "user", "content": "BACKGROUND: Aims\nvary.\nRESULTS: Köln: 7.\n\nq?"}
 ASKED = {"role": "user", "content": "q\n\nA. one\nB. two\nC. three\nD. 4"}
 
 
@@ -208,6 +218,19 @@ ASKED = {"role": "user", "content": "q\n\nA. one\nB. two\nC. three\nD. 4"}
                 ("e", 1.0, "e\n\nAnswer: B. two"),
             ]
         ),
+        *(
+            (PUBMEDQA | changed, [OF_ABSTRACT, {**ANSWER, "content": said}], None)
+            for changed, said in [
+                ({}, "We\nconclude.\n\nAnswer: yes"),
+                ({"final_decision": "maybe"}, "We\nconclude.\n\nAnswer: maybe"),
+                ({"final_decision": None}, "We\nconclude."),  # the unlabelled part
+                ({"long_answer": " "}, "Answer: yes"),
+                (  # as in CSV
+                    {"pubid": "21645374", "context": json.dumps(_ABSTRACT)},
+                    "We\nconclude.\n\nAnswer: yes",
+                ),
+            ]
+        ),
     ],
     ids=[
         "Glaive",
@@ -229,6 +252,11 @@ ASKED = {"role": "user", "content": "q\n\nA. one\nB. two\nC. three\nD. 4"}
         "MedMCQA, a blank explanation",
         "MedMCQA, texts",
         "MedMCQA, a float",
+        "PubMedQA",
+        "PubMedQA, maybe",
+        "PubMedQA, no decision",
+        "PubMedQA, a blank conclusion",
+        "PubMedQA, texts",
     ],
 )
 def test_records_of_known_sets_are_recognised(record: dict, messages: list, tools: list | None):
@@ -344,6 +372,54 @@ def test_a_pair_with_the_fields_of_medmcqa_stays_a_pair():
 def test_no_field_of_medmcqa_is_called_unread():
     reader = RecordReader(ChatTemplate(CHATML, {}))
     assert reader.unread(MEDMCQA, reader.documents(MEDMCQA)) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        *(
+            ({"final_decision": x}, "`final_decision` is .*, and is yes, no or maybe .*; write one")
+            for x in ("Yes", "", "unknown", True, 0, ["yes"])
+        ),
+        *(
+            (
+                {"context": _ABSTRACT | {"labels": x}},
+                rf"`context\.labels` is .* {len(x)} for the 2 t",
+            )
+            for x in ([], ["A"], ["A", "B", "C"])
+        ),
+        ({"context": {"contexts": ["a"]}}, r"`context\.labels` is no list of texts: None; give"),
+        (
+            {"context": {"contexts": "a", "labels": ["A"]}},
+            r"`context\.contexts` is no list of texts",
+        ),
+        ({"long_answer": ["a"]}, "`long_answer` is not text"),
+        ({"question": 7}, "`question` is not text: 7; write a text there"),
+        ({"context": _ABSTRACT | {"notes": "Of another hand."}}, "`context"),
+        ({"context": '{"contexts": ['}, "`context"),
+        ({"context": "Aims vary."}, "`context`"),
+        ({"answer": "a"}, "`context`"),
+    ],
+    ids=str,
+)
+def test_a_question_of_pubmedqa_that_is_not_as_published_is_refused(changed: dict, says: str):
+    with pytest.raises(BadLineError, match=says):
+        documents(PUBMEDQA | changed)
+
+
+def test_a_question_of_pubmedqa_without_an_abstract_is_asked_alone():
+    (document,) = documents(PUBMEDQA | {"context": {"contexts": [], "labels": []}})
+    asked = {"role": "user", "content": "q?"}
+    assert document.text == theirs([asked, {**ANSWER, "content": "We\nconclude.\n\nAnswer: yes"}])
+
+
+def test_no_field_of_pubmedqa_is_called_unread_and_the_record_stays_as_it_is():
+    reader = RecordReader(ChatTemplate(CHATML, {}))
+    before = json.dumps(PUBMEDQA)
+    for changed in ({}, {"final_decision": None}, {"pubid": "1", "context": json.dumps(_ABSTRACT)}):
+        record = PUBMEDQA | changed
+        assert reader.unread(record, reader.documents(record)) == []
+    assert json.dumps(PUBMEDQA) == before
 
 
 @pytest.mark.parametrize("labels", [1, 0])
