@@ -103,7 +103,9 @@ def read_answers(
         raise BadLineError(f"{problem}; write all as texts, or all as lists of messages")
     asked = _asked(record, needs_prompt, [] if are_texts else answers)
     if are_texts:
-        if len(keys) > 1 and all(_is_whole(text) for text in answers):
+        prompt = asked.text if asked.is_plain and _repeat(asked.text, answers) else ""
+        are_turns = all(_is_whole(x) and _begins_with_turns(x, len(prompt)) for x in answers)
+        if len(keys) > 1 and are_turns:
             return _whole_texts(record, answers, asked)
         if asked.is_plain and (asked.text.strip() or not needs_prompt):
             return _joined(asked.text, answers)
@@ -468,31 +470,57 @@ def _other(name: str, turn: Message) -> BadLineError:
 
 
 def _joined(prompt: str, answers: Sequence[str]) -> Texts:
-    """Return the prompt followed by each answer, or the answers alone if all repeat the prompt.
+    """Return the prompt followed by each answer, or the answers alone if all repeat the prompt."""
+    are_whole = _repeat(prompt, answers)
+    texts = list(answers) if are_whole else [prompt + answer for answer in answers]
+    found = [_divided(text, len(prompt)) for text in texts]
+    return Texts([text for text, _ in found], [spans for _, spans in found])
+
+
+def _repeat(prompt: str, answers: Sequence[str]) -> bool:
+    """Return whether several answers begin with the prompt.
 
     A prompt of one word never counts as repeated, since answers may begin with the same word.
     """
-    is_whole = len(answers) > 1 and len(prompt.split()) > 1
-    is_whole &= all(answer.startswith(prompt) for answer in answers)
-    texts = list(answers) if is_whole else [prompt + answer for answer in answers]
-    texts = [_without_last_question(text) if _is_whole(text) else text for text in texts]
-    return Texts(texts, [_learned(text, len(prompt)) for text in texts])
+    is_told = len(answers) > 1 and len(prompt.split()) > 1
+    return is_told and all(answer.startswith(prompt) for answer in answers)
 
 
-def _learned(text: str, start: int) -> list[tuple[int, int]]:
-    """Return the spans of ``text`` to train on. The answer begins at ``start``.
+def _divided(text: str, start: int) -> tuple[str, list[tuple[int, int]]]:
+    """Return a text whose answer begins at ``start``, and the spans of it to train on.
 
-    If the prompt before it begins with a human's turn, the spans are the assistant's turns in the
-    answer. A blank answer is one span.
+    If the text before the answer has marked turns, the spans are the assistant's turns in the
+    answer, and a last question is left out. Otherwise the one span is the whole answer.
     """
-    if not text[start:].strip() or not _is_whole(text[:start]):
-        return [(start, len(text))]
+    if not _begins_with_turns(text, start):
+        return text, [(start, len(text))]
+    if not text[:start].strip():  # there is no prompt, and the whole text is learned
+        text = _without_last_question(text)
+        return text, [(start, len(text))]
     turns = [(max(turn.start, start), turn.end) for turn in _turns(text) if turn.is_answer]
-    return [(a, b) for a, b in turns if text[a:b].strip()]
+    spans = [(a, b) for a, b in turns if text[a:b].strip()]
+    return _without_last_question(text) if spans else text, spans
+
+
+def _begins_with_turns(text: str, start: int) -> bool:
+    """Return whether ``text`` begins with a human's turn and has marked turns up to ``start``.
+
+    It has if the answer at ``start`` begins with a mark, or within a turn of the assistant. After
+    ``Human: Hi\\nAssistant:`` it begins within the human's, since that is no mark of a turn.
+    """
+    first = len(text) - len(text[start:].lstrip())
+    marks = [mark for mark in _MARK.finditer(text) if mark.start() <= first < len(text)]
+    if not marks or not _begins_with_human(text):
+        return False
+    return marks[-1][1] == "Assistant" or marks[-1].end() > first
 
 
 def _is_whole(text: str) -> bool:
-    """Return whether ``text`` begins with a human's turn."""
+    """Return whether ``text`` begins with a human's turn, which one of the assistant's follows."""
+    return _begins_with_human(text) and any(turn.is_answer for turn in _turns(text))
+
+
+def _begins_with_human(text: str) -> bool:
     mark = _MARK.match(text)
     return mark is not None and mark[1] == "Human"
 

@@ -216,6 +216,71 @@ def test_a_pair_has_its_question_once_in_every_form(form):
     assert reader_of(form="preference", reads_pairs=True).documents(table) == [one, other]
 
 
+JOINED = {
+    "a line for each turn": ("Human: Hi\nAssistant:", " Hello", " Go away"),
+    "a blank behind the mark": ("Human: Hi\nAssistant: ", "Hello", "Go away"),
+    "DeepSpeed-Chat": ("Human: Hi? Assistant:", " Hello", " Go away"),
+    "a title": ("Human: The Movie, a review:", " It is good.", " It is bad."),
+    "another name": ("Human: Hi\nBot:", " Hello", " Go away"),
+    "several turns": ("Human: Hi\nAssistant: Yes?\nHuman: Who?\nAssistant:", " I.", " You."),
+    "turns within the answers": ("Human: Hi\nAssistant:", " A\nHuman: B\nAssistant: C", " D"),
+    "marks within the answers": ("Human: Hi\nAssistant:", " A\n\nHuman: B\n\nAssistant: C", " D"),
+    "an assistant's mark within": ("Human: Write a play.\nBot:", " A.\n\nAssistant: C", " D"),
+    "another last mark": ("\n\nHuman: a\n\nAssistant: b\n\nHuman: c\nBot:", " d", " e"),
+    "marks within both": (
+        "Human: Hi\nAssistant:",
+        " A\n\nHuman: B\n\nAssistant: C",
+        " D\n\nHuman: B\n\nAssistant: E",
+    ),
+    "no mark of the assistant": ("\n\nHuman: Who is it?", " I.", " You."),
+}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_texts_that_only_begin_with_human_are_joined_as_they_are(name):
+    """As in TRL, a text prompt and its answer are joined, and the answer is learned."""
+    prompt, chosen, rejected = JOINED[name]
+    wanted = [(prompt, [chosen]), (prompt, [rejected])]
+    texts = [prompt + chosen, prompt + rejected]
+    single = {"prompt": prompt, "completion": chosen}
+    for settings in ({"form": "preference"}, {"form": "preference", "reads_margins": True}):
+        reader = reader_of(reads_pairs=True, **settings)
+        for before in ("", prompt):  # answers may be whole texts, which repeat the prompt
+            pair = {"chosen": before + chosen, "rejected": before + rejected}
+            found = reader.documents({"prompt": prompt, **pair})
+            assert [learned(document) for document in found] == wanted
+            assert [document.text for document in found] == texts
+    (document,) = reader_of().documents(single)
+    assert (document.text, learned(document)) == (texts[0], wanted[0])
+    (document,) = reader_of(reads_pairs=True, reads_labels=True).documents({**single, "label": 0})
+    assert (document.text, learned(document)) == (texts[0], wanted[0])
+
+
+def test_a_reward_model_compares_texts_that_only_begin_with_human():
+    reader = reader_of(form="preference", reads_pairs=True, reads_margins=True)
+    pair = {"chosen": "Human: Hi\nAssistant: Hello", "rejected": "Human: Hi\nAssistant: Bye"}
+    assert [document.text for document in reader.documents(pair)] == [*pair.values()]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "spans"),
+    [
+        ("\n\nHuman: q\n\nAssistant:", " a", [" a"]),
+        ("Human: q\n\nAssistant:", " a\n\nHuman: r\n\nAssistant: b", [" a", " b"]),
+        ("\n\nHuman: q", "\n\nAssistant: a", [" a"]),
+        ("\n\nHuman: q\n\n", "Assistant: a", [" a"]),
+        ("\n\nHuman: q\n\nAssistant: Well,", " a.", [" a."]),
+        ("\n\nHuman: q", "\n\nHuman: r\n\nAssistant: a", [" a"]),
+    ],
+)
+def test_a_text_that_has_turns_up_to_the_answer_is_read_as_turns(prompt, answer, spans):
+    (document,) = reader_of().documents({"prompt": prompt, "completion": answer})
+    assert document.text == prompt + answer
+    assert learned(document)[1] == spans
+    with pytest.raises(BadLineError, match="no turn of the assistant"):
+        reader_of().documents({"prompt": f"{prompt}{answer}", "completion": "\n\nHuman: s"})
+
+
 def test_turns_behind_the_common_beginning_are_learned_without_the_users():
     said = {"chosen": [Q, A, "Sure?", "Sure."], "rejected": [Q, B]}
     reader = reader_of(form="preference", reads_pairs=True)
