@@ -36,9 +36,11 @@ _QUESTIONS = ("prompt", "question", "instruction", "input")
 """Fields that may hold the question, in the order of the search."""
 _NAMES = ("human", "user", "assistant", "system", "question", "answer")
 """Words that name roles in a text that holds several turns."""
-_OF_DIALOGUES = ("system", "history", "tools", "functions", "documents", "chat_template_kwargs")
+OF_DIALOGUES = {
+    *("system", "history", "tools", "functions", "documents", "chat_template_kwargs"),
+}
 """Fields that only a chat template can show."""
-BEFORE_ANSWERS = {*_QUESTIONS, *_OF_DIALOGUES, "messages", "conversations"}
+BEFORE_ANSWERS = {*_QUESTIONS, *OF_DIALOGUES, "messages", "conversations"}
 """Fields that hold what comes before the answers."""
 _LABELS = {
     "desirable": ("true", "1", "1.0", "good", "desirable"),
@@ -106,7 +108,7 @@ def read_answers(
         prompt = asked.text if asked.is_plain and _repeat(asked.text, answers) else ""
         are_turns = all(_is_whole(x) and _begins_with_turns(x, len(prompt)) for x in answers)
         if len(keys) > 1 and are_turns:
-            return _whole_texts(record, answers, asked)
+            return _whole_texts(record, answers, asked, needs_prompt)
         if asked.is_plain and (asked.text.strip() or not needs_prompt):
             return _joined(asked.text, answers)
         answers = [[{"role": "assistant", "content": text}] for text in answers]
@@ -196,7 +198,7 @@ def _asked(
     # Put the history and the system text before the question.
     messages = with_system([*read_history(record), *messages], system, name)
     # A field without a value decides nothing, whether it is null, empty, or missing.
-    of_dialogues = lists or any(_has_value(record.get(key)) for key in _OF_DIALOGUES)
+    of_dialogues = lists or any(_has_value(record.get(key)) for key in OF_DIALOGUES)
     is_plain = name == "prompt" and not of_dialogues
     return _Asked(
         name=name,
@@ -377,8 +379,8 @@ def _dialogues(
     num_shared = _num_shared(answers)
     before, num_repeated = _before(record, answers, num_shared, asked)
     prompt = [*before, *answers[0][:num_shared]]
-    if needs_prompt and len(_systems(prompt)) == len(prompt):
-        raise _unknown(record)
+    if len(_systems(prompt)) == len(prompt):
+        _refuse_other_beginnings(record, answers, num_shared, needs_prompt)
     # A single answer may have several turns. All of them are trained on.
     num_given = len(prompt) if len(answers) > 1 else len(before) + num_repeated
     return Dialogues([[*before, *answer] for answer in answers], num_given)
@@ -403,6 +405,41 @@ def _num_shared(answers: Sequence[Sequence[Any]]) -> int:
     most = min(map(len, answers)) - 1
     known = [without_nulls(answer[:most]) for answer in answers]
     return next((i for i in range(most) if any(x[i] != known[0][i] for x in known)), most)
+
+
+def _refuse_other_beginnings(
+    record: Mapping[str, Any], answers: list[list[Message]], num_shared: int, needs_prompt: bool
+) -> None:
+    """Raise BadLineError if answers need a common prompt. Warn if they have questions that differ.
+
+    Args:
+        record: the record.
+        answers: whole dialogues, or answers without a question.
+        num_shared: number of turns at the beginning of all answers, which are the system's.
+        needs_prompt: True: answers need a common prompt. False: whole dialogues may differ.
+    """
+    turns = [answer[num_shared] for answer in answers]
+    has_questions = any(turn.get("role") == "user" for turn in turns)
+    if not has_questions or all(turn == turns[0] for turn in turns):
+        if needs_prompt or len(answers) > 1:
+            raise _unknown(record)
+        return
+    shown = [text_of(turn) for turn in turns]
+    if len({*shown}) == 1 or len({turn.get("role") for turn in turns}) > 1:
+        shown = turns
+    where = "their first message" if num_shared == 0 else f"message {num_shared + 1}"
+    problem = f"differ from {where} on, {' and '.join(map(shortened, shown))}"
+    if needs_prompt:
+        remedy = "begin both with the same question, or write it as `prompt` and only what follows "
+        remedy += "it in both"
+        raise BadLineError(
+            f"`chosen` and `rejected` {problem}: they have no common prompt; {remedy}",
+            kind="`chosen` and `rejected` have no common prompt",
+        )
+    warn_once(
+        "dialogues with other questions",
+        f"`chosen` and `rejected` of records {problem}: the whole dialogues are compared",
+    )
 
 
 def _before(
@@ -558,7 +595,9 @@ def _turns(text: str) -> list[_Turn]:
     ]
 
 
-def _whole_texts(record: Mapping[str, Any], texts: list[str], asked: _Asked) -> Texts:
+def _whole_texts(
+    record: Mapping[str, Any], texts: list[str], asked: _Asked, needs_prompt: bool
+) -> Texts:
     """Return whole texts. Their assistant's turns after the common beginning are trained on.
 
     The mark of the human's turn behind an answer is not: generation stops at EOS, which is learned
@@ -580,7 +619,7 @@ def _whole_texts(record: Mapping[str, Any], texts: list[str], asked: _Asked) -> 
     if before:
         raise _other("system" if record.get("system") else asked.name, before[0])
     if not num_shared:
-        raise _unknown(record)
+        _refuse_other_beginnings(record, said, num_shared, needs_prompt)
     spans = [
         [
             (t.start, t.end)

@@ -56,6 +56,7 @@ from moetrain.data.pairs import (
     BEFORE_ANSWERS,
     KNOWN_FORMS,
     KNOWN_LABELLED,
+    OF_DIALOGUES,
     Dialogues,
     dialogues_of_lists,
     label_of,
@@ -483,8 +484,8 @@ class RecordReader:
         if not record.get("prompt") and is_dialogue(_question(record)):
             record = {**record, "prompt": _question(record), "question": None}
         record = {k: _as_messages(k, x) if k in lists else x for k, x in record.items()}
-        # TRL's reward trainer compares whole texts.
-        are_whole = self.reads_margins and _are_texts_alone(record, keys)
+        # TRL's reward trainer compares whole texts and whole dialogues.
+        are_whole = self.reads_margins and _are_alone(record, keys)
         found = read_answers(record, keys, needs_prompt and not are_whole)
         documents: list[list[Document]] = []
         for i in range(num_learned):
@@ -706,11 +707,13 @@ def _as_messages(key: str, value: Any) -> Any:
     return read_messages(turns, key)
 
 
-def _are_texts_alone(record: Mapping[str, Any], keys: Sequence[str]) -> bool:
-    """Return whether the answers of a pair are texts, with no question and nothing before it."""
+def _are_alone(record: Mapping[str, Any], keys: Sequence[str]) -> bool:
+    """Return whether the answers of a pair are texts with nothing before them, or dialogues without
+    a question beside them."""
     given = {key for key, value in record.items() if value not in (None, "", [], {})}
     are_texts = all(isinstance(record[key], str) for key in keys)
-    return are_texts and given.isdisjoint(BEFORE_ANSWERS)
+    before = BEFORE_ANSWERS if are_texts else BEFORE_ANSWERS - OF_DIALOGUES
+    return given.isdisjoint(before)
 
 
 def _question(record: Mapping[str, Any]) -> Any:

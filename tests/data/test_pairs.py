@@ -8,12 +8,14 @@ import json
 from dataclasses import replace
 
 import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from moetrain.config import Config, ConfigError
 from moetrain.data.chat import CHATML, BadLineError, ChatTemplate
 from moetrain.data.loader import build_data
 from moetrain.data.records import RecordReader
 from moetrain.data.tokenizer import load_tokenizer
+from moetrain.data.warned import SEEN
 from moetrain.losses.preference import KINDS
 from tests.lib.data_files import write_lines
 
@@ -338,9 +340,7 @@ UNKNOWN = {
     "no prompt": TEXTS,
     "a prompt without a text": {"prompt": " ", **TEXTS},
     "a system alone": {"system": ">S", **TEXTS},
-    "other first questions": {"chosen": turns(Q, A), "rejected": turns("Is 8 prime?", B)},
     "answers alone": {"chosen": answer(A), "rejected": answer(B)},
-    "whole texts with other questions": {"chosen": told([Q, A]), "rejected": told(["Hm?", B])},
     "whole texts of other names": {
         "chosen": told([Q, A], "Q", "A"),
         "rejected": told([Q, B], "Q", "A"),
@@ -424,6 +424,59 @@ def test_a_reward_model_compares_whole_texts(beside, tmp_path):
     for other, says in (({"system": "S"}, "no prompt is found"), ({"chosen": " "}, "has no text")):
         with pytest.raises(BadLineError, match=says):
             reader.documents({**pair, **other})
+
+
+BEGUN = {
+    "dialogues": (turns("Name a colour.", A), turns("Name a color.", B), "their first message"),
+    "behind a system's turn": (turns(">S", "r", A), turns(">S", "s", B), "message 2"),
+    "texts": (told(["Name a colour.", A]), told(["Name a color.", B]), "their first message"),
+    "JSON": (json.dumps(turns(Q, A)), json.dumps(turns("Hm?", B)), "their first message"),
+    "a dialogue and an answer": (turns(Q, A), answer(B), "their first message"),
+    "keys": ([{**turns(Q)[0], "id": 1}, *answer(A)], turns(Q, B), "their first message"),
+}
+
+
+@pytest.mark.parametrize("name", BEGUN)
+def test_dialogues_without_a_common_prompt_are_compared_by_a_reward_model_alone(name, caplog):
+    """TRL's ``RewardTrainer`` renders each dialogue; its ``extract_prompt`` finds no prompt."""
+    SEEN.clear()
+    chosen, rejected, where = BEGUN[name]
+    pair = {"chosen": chosen, "rejected": rejected, "source": "x"}
+    for reader in (reader_of(form="preference", reads_pairs=True), reader_of()):
+        with pytest.raises(BadLineError) as raised:
+            reader.documents(pair)
+        said = str(raised.value)
+        assert f"`chosen` and `rejected` differ from {where} on, " in said
+        assert "; begin both with the same question, or write it as `prompt` and only" in said
+        assert "known forms" not in said
+    reader = reader_of(form="preference", reads_pairs=True, reads_margins=True)
+    found = reader.documents(pair)
+    assert [document.text for document in found] == [shown(chosen), shown(rejected)]
+    assert caplog.text.count(f"of records differ from {where} on, ") == 1
+
+
+def shown(dialogue):
+    """Return a whole text, or what ``transformers`` renders of messages or of their JSON."""
+    if isinstance(dialogue, str) and not dialogue.startswith("["):
+        return dialogue
+    messages = json.loads(dialogue) if isinstance(dialogue, str) else dialogue
+    (text,), _ = render_jinja_template([messages], chat_template=CHATML)
+    return text.rstrip()
+
+
+def test_what_differs_between_two_questions_is_shown():
+    reader = reader_of(form="preference", reads_pairs=True)
+    with pytest.raises(BadLineError, match=r"on, 'Name a colour\.' and 'Name a color\.': the"):
+        reader.documents(dict(zip(("chosen", "rejected"), BEGUN["dialogues"][:2], strict=True)))
+    with pytest.raises(BadLineError, match=r"on, \{.*'id': 1\} and \{"):
+        reader.documents(dict(zip(("chosen", "rejected"), BEGUN["keys"][:2], strict=True)))
+
+
+def test_answers_alone_are_no_whole_dialogues():
+    reader = reader_of(form="preference", reads_pairs=True, reads_margins=True)
+    for pair in (UNKNOWN["answers alone"], {"chosen": turns(Q), "rejected": turns(Q)}):
+        with pytest.raises(BadLineError, match="no prompt is found"):
+            reader.documents(pair)
 
 
 def test_records_that_are_no_pairs_are_refused():
