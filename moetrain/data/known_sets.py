@@ -766,8 +766,9 @@ def _remedy_for_several(
     record: Mapping[str, Any], reads_pairs: bool, reads_labels: bool
 ) -> str | None:
     """Return the advice for a record with a list of answers."""
-    output = record.get("output")
-    if isinstance(output, list) and len(output) > 1 and all(isinstance(x, str) for x in output):
+    texts = [name for name in ("output", "completion") if _are_texts(record.get(name))]
+    texts = [name for name in texts if len(record[name]) > 1]
+    if texts:
         # An older form of LLaMA-Factory's pairs has the better answer first. In Natural
         # Instructions all of them are right.
         write = "write the better one as `chosen`, another as `rejected`"
@@ -778,7 +779,7 @@ def _remedy_for_several(
             also = " and `input` as `instruction`" * is_asked
             write = f"write one of them as `output`{also}, or, if one is better, {write[6:]}"
             write += _also_prompt(record)
-        return f"it has several answers in `output`; {write}"
+        return f"it has several answers in `{texts[0]}`; {write}"
     if not _ANSWERS.isdisjoint(_named(record).values()):
         return None
     asked = _asked(record)

@@ -12,6 +12,7 @@ because nothing marks the end of their prompt.
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from moetrain.config.sources import shortened
@@ -98,6 +99,7 @@ def read_answers(
     Raises BadLineError: the record has no known form, or a part of it would be lost.
     """
     answers = [_as_list(record[key]) for key in keys]
+    _refuse_lists_of_texts(record, dict(zip(keys, answers, strict=True)))
     are_texts = all(isinstance(answer, str) for answer in answers)
     if not are_texts and not all(isinstance(answer, list) and answer for answer in answers):
         names = " and ".join(f"`{key}`" for key in (keys if len(keys) > 1 else ("prompt", *keys)))
@@ -112,7 +114,49 @@ def read_answers(
         if asked.is_plain and (asked.text.strip() or not needs_prompt):
             return _joined(asked.text, answers)
         answers = [[{"role": "assistant", "content": text}] for text in answers]
-    return _dialogues(record, answers, asked, needs_prompt)
+    found = _dialogues(record, answers, asked, needs_prompt)
+    for key, dialogue in zip(keys, found.dialogues, strict=True):
+        _warn_of_answers_in_a_row(key, dialogue[found.num_given :])
+    return found
+
+
+def _refuse_lists_of_texts(record: Mapping[str, Any], answers: Mapping[str, Any]) -> None:
+    """Raise BadLineError if one of the ``answers`` is a list of texts (RewardBench-2's)."""
+    lists = {key: x for key, x in answers.items() if _are_texts(x)}
+    if not lists:
+        return
+    key, texts = next(iter(lists.items()))
+    if all(len(x) == 1 for x in lists.values()):
+        names = " and ".join(f"`{key}`" for key in lists)
+        problem = f"{names} {'is a list' if len(lists) == 1 else 'are lists'} of one text"
+        remedy = "write the text itself" + " in each" * (len(lists) > 1)
+    elif len(answers) == 1:
+        problem = f"`{key}` has several answers, a list of texts"
+        remedy = "write a record of each, or of two the better one as `chosen`, the other as "
+        remedy += "`rejected`"
+    else:
+        key, texts = max(lists.items(), key=lambda item: len(item[1]))
+        problem = f"`{key}` has several answers, a list of texts"
+        first, second = (f"each text of `{x}`" if x in lists else f"`{x}`" for x in answers)
+        remedy = f"write a record of {first} with {second}"
+    if not any(record.get(name) for name in (*_QUESTIONS, "messages", "conversations")):
+        remedy += ", or, if they are the turns of a dialogue, {'role': ..., 'content': ...} of each"
+    raise BadLineError(f"{problem}: {shortened(texts)}; {remedy}", kind=problem)
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(x, str) for x in value)
+
+
+def _warn_of_answers_in_a_row(key: str, turns: Sequence[Message]) -> None:
+    """Warn if the assistant's ``turns`` without calls follow each other: they may be answers."""
+    are_plain = [_is_answer(turn) and not turn.get("tool_calls") for turn in turns]
+    if any(a and b for a, b in pairwise(are_plain)):
+        warn_once(
+            "answers in a row",
+            f"`{key}` of records has turns of the assistant that follow each other, which are read "
+            "as one dialogue; if they are several answers, write a record of each",
+        )
 
 
 def _as_list(value: Any) -> Any:
@@ -391,10 +435,7 @@ def _check(turns: list[Any]) -> None:
     for turn in turns:
         if not isinstance(turn, dict):
             problem = f"a list of messages has {shortened(turn)}, which is no object"
-            remedy = "write {'role': ..., 'content': ...}"
-            if all(isinstance(turn, str) for turn in turns):
-                remedy += ", or a pair of each two if these are several answers"
-            raise BadLineError(f"{problem}; {remedy}")
+            raise BadLineError(f"{problem}; write {{'role': ..., 'content': ...}}")
 
 
 def _num_shared(answers: Sequence[Sequence[Any]]) -> int:

@@ -1276,11 +1276,48 @@ RECORDS: dict[str, tuple[Any, dict[str, Any], str, list[Any]]] = {
             {"prompt": "a", "chosen": "c", "rejected": "d"},
         ],
     ),
-    "dialogues that are texts": (
+    "answers in lists of one text": (
         {"chosen": ["a"], "rejected": ["b"], "prompt": "c"},
         PAIRS,
-        "a list of messages has 'a', which is no object; write {'role': ..., 'content': ...}",
-        [{"chosen": [SAID], "rejected": [OTHER], "prompt": "c"}],
+        r"`chosen` and `rejected` are lists of one text: \['a'\]; write the text itself in each$",
+        [{"chosen": "a", "rejected": "b", "prompt": "c"}],
+    ),
+    "several answers on both sides": (  # RewardBench-2's ties
+        {"chosen": ["a", "b"], "rejected": ["c", "d", "e"], "prompt": "q"},
+        PAIRS,
+        r"`rejected` has several answers, a list of texts: \['c', 'd', 'e'\]; write a record "
+        "of each text of `chosen` with each text of `rejected`$",
+        [{"chosen": a, "rejected": b, "prompt": "q"} for a in "ab" for b in "cde"],
+    ),
+    "several answers on one side": (
+        {"chosen": "a", "rejected": ["b", "c"], "prompt": "q"},
+        PAIRS,
+        r"`rejected` has several answers, a list of texts: \['b', 'c'\]; write a record "
+        "of `chosen` with each text of `rejected`$",
+        [{"chosen": "a", "rejected": b, "prompt": "q"} for b in "bc"],
+    ),
+    "turns that are texts": (
+        {"chosen": ["q", "a"], "rejected": ["q", "b"]},
+        PAIRS,
+        r"`chosen` has several answers, .*, or, if they are the turns of a dialogue, \{'role': ",
+        [{"chosen": [ASKED, SAID], "rejected": [ASKED, OTHER]}],
+    ),
+    "several completions": (
+        {"prompt": "q", "completion": ["a", "b"]},
+        {},
+        r"`completion` has several answers, a list of texts: \['a', 'b'\]; write a record of each, "
+        "or of two the better one as `chosen`, the other as `rejected`$",
+        [
+            {"prompt": "q", "completion": "a"},
+            {"prompt": "q", "completion": "b"},
+            {"prompt": "q", "chosen": "a", "rejected": "b"},
+        ],
+    ),
+    "several completions where pairs are learned": (
+        {"prompt": "q", "completion": ["a", "b"]},
+        PAIRS | {"form": "preference"},
+        "it has several answers in `completion`; write the better one as `chosen`, another as `rej",
+        [{"prompt": "q", "chosen": "a", "rejected": "b"}],
     ),
     "a prompt that is not in the dialogues": (
         {"prompt": "else", "chosen": [ASKED, SAID], "rejected": [ASKED, OTHER]},

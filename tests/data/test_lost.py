@@ -917,10 +917,33 @@ def test_lists_of_answers_are_offered():
         documents(record)
 
 
-def test_several_answers_of_a_pair_are_not_one_text():
-    """RewardBench 2's lists of answers."""
-    with pytest.raises(BadLineError, match="or a pair of each two if these are several answers"):
-        documents({"prompt": "q", "chosen": ["a"], "rejected": ["b", "c"]}, "pairs")
+CALLS = {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]}
+
+
+@pytest.mark.parametrize(
+    ("said", "is_warned"),
+    [
+        (["b", "c", "d"], True),
+        (["b"], False),
+        (["b", USER, "c"], False),
+        (["b", USER, "c", "d"], True),
+        ([{**ANSWER, **CALLS}, "d"], False),
+        ([{**ANSWER, **CALLS}, {"role": "tool", "content": "r"}, "d"], False),
+    ],
+    ids=str,
+)
+def test_answers_that_follow_each_other_are_said(said: list, is_warned: bool, caplog):
+    """RewardBench-2's alternatives, written as turns, would be one dialogue."""
+    turns = [{**ANSWER, "content": x} if isinstance(x, str) else x for x in said]
+    for pair in (
+        {"prompt": "q", "chosen": [ANSWER], "rejected": turns},
+        {"chosen": [USER, ANSWER], "rejected": [USER, *turns]},
+    ):
+        SEEN.clear()
+        caplog.clear()
+        documents(pair, "pairs")
+        expected = "`rejected` of records has turns of the assistant that follow each other"
+        assert (expected in caplog.text) == is_warned
 
 
 def test_the_row_that_pairs_need_holds_both_answers(tmp_path):
