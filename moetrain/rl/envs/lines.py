@@ -36,6 +36,10 @@ _NOT_ASKING = {
     *("completion", "verification", "chosen", "rejected"),
 }
 """Words in the names of texts that are not what is asked."""
+_OF_ANSWERS = {"answer", "solution", "truth"}
+"""Words in the names of right answers."""
+_OF_WORDING = {"text", "string", "ground", "final", "expected", "correct", "gold", "right"}
+"""Words beside them in the names of answers in words."""
 _SHOWN = {
     *("prompt", "messages", "conversations", "tools", "documents", "chat_template_kwargs"),
     "answer",
@@ -235,9 +239,38 @@ def place_of_answer(line: Mapping[str, Any]) -> PlaceOfAnswer | None:
         names = (*ANSWERS, "answer", "value")
         key = next((key for key in names if given.get(key) is not None), None)
         if key is None:
+            if have_meaning_together(inner):
+                said = f"all values of `{place}`{packed} as one text, of the form that the prompt "
+                return PlaceOfAnswer(place, inner, text_of_answer(line) or f"{said}asks for")
             said = "one value of " * isinstance(inner, list) + f"`{place}`{packed}"
             return PlaceOfAnswer(place, inner, said)
         place, value = f"{place}.{key}", given[key]
+
+
+def have_meaning_together(values: object) -> bool:
+    """Return whether ``values`` are several truth values or numbers, of which one is no answer.
+
+    Several texts may be ways to write the same answer.
+    """
+    if not isinstance(values, list) or len(values) < 2:
+        return False
+    return all(isinstance(x, bool | int | float) for x in values)
+
+
+def text_of_answer(line: Mapping[str, Any]) -> str:
+    """Return the field that has the answer in words, in backticks: ``solution_text`` beside the
+    truth values ``solution`` of Knights-and-Knaves. Empty: there is none."""
+    found = [
+        key
+        for key, value in line.items()
+        if isinstance(value, str)
+        and value.strip()
+        and isinstance(_unpacked(value), str)
+        and not words_of(key).isdisjoint(_OF_ANSWERS)
+        and not words_of(key).isdisjoint(_OF_WORDING)
+        and words_of(key) <= _OF_ANSWERS | _OF_WORDING
+    ]
+    return f"`{found[0]}`" if found else ""
 
 
 def has_number(shown: Sequence[str], value: object) -> bool:

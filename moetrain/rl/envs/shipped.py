@@ -46,9 +46,11 @@ from moetrain.rl.envs.lines import (
     Hidden,
     advice_for_prompt,
     has_number,
+    have_meaning_together,
     hidden_parts,
     is_packed,
     place_of_answer,
+    text_of_answer,
 )
 from moetrain.rl.envs.mathematics import MathReward
 
@@ -229,6 +231,9 @@ class Jsonl(TextEnvironment):
         kind = "an object" if isinstance(answer, dict) else "a list"
         inner = [key for key in (*ANSWERS, "value") if isinstance(answer, dict) and key in answer]
         write = f"write its `{inner[0]}`" if inner else "write one value"
+        if have_meaning_together(answer):
+            text = text_of_answer(line)
+            write = f"write all values as one text{f', perhaps {text},' if text else ''}"
         said = f"`answer` is {kind}, which {reward} cannot compare: {shortened(answer)}"
         return f"{said}; {write} there{other}"
 

@@ -573,6 +573,50 @@ def test_prompts_that_would_be_learned_wrongly_are_one_line(lines, row, says):
         opened("jsonl", prompts=lines, reward="exact")
 
 
+KNIGHTS = {  # K-and-K/knights-and-knaves, with the fields of its card
+    "prompt": "Zoey remarked, 'Riley is a knave'. So who is a knight and who is a knave?",
+    "names": ["Zoey", "Riley"],
+    "solution": [False, True],
+    "solution_text": "Zoey is a knave, and Riley is a knight.",
+    "solution_text_format": "(1) Zoey is a knave\n(2) Riley is a knight",
+    "cot_foot": "This leads to a feasible solution.",
+}
+ALONE = {"prompt": "Which of 1 and 2 are prime?", "solution": [False, True]}
+ROOTS = {"prompt": "Solve x^2 = 3x.", "answer": [0, 3], "solution": "x (x - 3) = 0, so 0 or 3."}
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        (
+            KNIGHTS,
+            r"; give it as `answer` \(perhaps from `solution_text`\), or another rl.reward: a ",
+        ),
+        (
+            {"answer": [False, True], **KNIGHTS},
+            r"a list, .* True\]; write all values as one text, perhaps `solution_text`, there, or ",
+        ),
+        (
+            ALONE,
+            r"\(perhaps from all values of `solution` as one text, of the form that the prompt as",
+        ),
+        (
+            ROOTS,
+            r"a list, which exact cannot compare: \[0, 3\]; write all values as one text there,",
+        ),
+    ],
+    ids=["Knights-and-Knaves", "with an answer", "without a text", "roots"],
+)
+def test_several_values_that_are_one_answer_are_not_offered_alone(lines, row, says):
+    """A policy that wrote one person's truth value, and nothing else, earned 1."""
+    lines.write_text(json.dumps(row))
+    with pytest.raises(ConfigError, match=says) as error:
+        opened("jsonl", prompts=lines, reward="exact")
+    assert "one value" not in str(error.value)
+    lines.write_text(json.dumps({**row, "answer": row.get("solution_text", "0, 3")}))
+    opened("jsonl", prompts=lines, reward="exact")
+
+
 @pytest.mark.parametrize("answer", ["3 + 4 = 7\n#### 7", r"So it is $\boxed{7}$."])
 def test_a_solution_that_exact_compares_is_said(lines, caplog, answer):
     lines.write_text(
