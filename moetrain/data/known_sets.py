@@ -683,6 +683,8 @@ def _remedy_for_steps(
             return f"`{key}` is a tree of messages; {write}"
     languages = record.get("translation")
     if isinstance(languages, dict) and len([x for x in languages.values() if _is_text(x)]) > 1:
+        if reads_pairs or reads_labels:
+            return _remedy_for_translations(languages, reads_labels)
         return (
             "`translation` has a text for each language; write what is asked, with one of them, as "
             "`instruction` and the other as `output`"
@@ -691,7 +693,13 @@ def _remedy_for_steps(
         first = run[0] if isinstance(run, list) and run and isinstance(run[0], dict) else {}
         if "role" not in first and not {"action", "class_"}.isdisjoint(first):  # the ADP's too
             history = " (SWE-agent's `history`)" * (key == "trajectory")
-            return f"`{key}` is a run without roles; write its turns{history} as `messages`"
+            write = f"write its turns{history} as `messages`"
+            if reads_pairs:
+                write = (
+                    f"write its turns{history} up to a choice as `prompt`, the better one of two "
+                )
+                write += "turns that may follow as `chosen`, the other as `rejected`"
+            return f"`{key}` is a run without roles; {write}"
     if record.get("completions") is not None and isinstance(record.get("labels"), list):
         joined = _AS_IT_IS if isinstance(record.get("prompt"), str) else ""
         chat = ", or write both as `instruction` and `output` for a chat" * bool(joined)
@@ -717,6 +725,41 @@ def _remedy_for_steps(
             "marks, as `output` beside the question as `instruction` (train.objective next_token)"
         )
     return None
+
+
+def _remedy_for_translations(translation: Mapping[str, Any], reads_labels: bool) -> str:
+    """Return the advice for a text and its translations where pairs or labels are learned.
+
+    ALMA-R-Preference has ``en``, and ``de``, ``alma_de`` and ``gpt4_de`` with a score of each, such
+    as ``alma_de_kiwi``.
+
+    Args:
+        translation: the texts, by their languages, and the scores.
+        reads_labels: True: single answers with a label are learned too.
+    """
+    texts = [key for key, x in translation.items() if _is_text(x) and not describes(key, x)]
+    codes = [key.rpartition("_")[2] for key in texts]
+    code = max(codes, key=codes.count)
+    several = [key for key, each in zip(texts, codes, strict=True) if each == code]
+    asked = [key for key in texts if key not in several]
+    if len(several) < 2 or not asked:
+        problem = "`translation` has a text for each language, and no second translation"
+        question, others = "the text to translate", "the better one of two translations"
+        answer = "the other text"
+    else:
+        problem = f"`translation` has several texts of one language, {_all_of(several)}"
+        scores: dict[str, list[str]] = {}
+        for key in sorted(key for key in translation if f"_{code}_" in f"_{key}_"):
+            if type(translation[key]) in (int, float):
+                scores.setdefault(f"_{key}".rpartition(f"_{code}_")[2], []).append(key)
+        by = f", by {_all_of(max(scores.values(), key=len))}," if scores else ""
+        question, others, answer = _one_of(asked), f"a better one of them{by}", "one of them"
+    write = f"write what is asked, with {question},"
+    pair = f"{others} as `chosen`, another as `rejected`"
+    if reads_labels:
+        label = f"as `instruction` and {answer} as `output`, beside a `label` that is true or false"
+        return f"{problem}; {write} {label}, or, as `question`, beside {pair}"
+    return f"{problem}; {write} as `prompt`, or as `question` for a chat, {pair}"
 
 
 def _has_verdicts_of_steps(key: str, record: Mapping[str, Any]) -> bool:

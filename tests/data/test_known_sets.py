@@ -1326,6 +1326,45 @@ def test_a_tree_of_messages_becomes_pairs_where_pairs_are_learned():
         documents(tree, pairs=True)
 
 
+ALMA = {  # haoranxu/ALMA-R-Preference, with the fields of its card
+    "translation": {
+        **{"alma_de": "Der Ball ging.", "de": "Der Ball war da.", "gpt4_de": "Der Ball flog."},
+        **{"alma_de_kiwi": 0.85, "alma_de_xcomet": 0.9, "gpt4_de_kiwi": 0.86, "ref_de_kiwi": 0.8},
+        **{"en": "The ball went.", "language_pair": "en-de", "Delta": 0.0},
+        "required_directions": "",
+    }
+}
+
+
+def test_translations_become_pairs_where_pairs_are_learned():
+    """The advice for next_token led to a record with one answer, which dpo refused."""
+    says = (
+        "; `translation` has several texts of one language, `alma_de` and `de` and `gpt4_de`; "
+        "write what is asked, with `en`, as `prompt`, or as `question` for a chat, a better one of "
+        "them, by `alma_de_kiwi` and `gpt4_de_kiwi` and `ref_de_kiwi`, as `chosen`, another as `rej"
+    )
+    texts = ALMA["translation"]
+    answers = {"chosen": texts["gpt4_de"], "rejected": texts["alma_de"]}
+    with pytest.raises(BadLineError, match=says):
+        documents(ALMA, pairs=True)
+    for name in ("prompt", "question"):
+        assert len(documents({name: f"To German: {texts['en']}", **answers}, pairs=True)) == 2
+    with pytest.raises(BadLineError, match=r"no second translation; .* as `chosen`, another as"):
+        documents({"translation": {"en": "The ball went.", "de": "Der Ball ging."}}, pairs=True)
+    reader = RecordReader(ChatTemplate(CHATML, {}), reads_pairs=True, reads_labels=True)
+    says = "with `en`, as `instruction` and one of them as `output`, beside a `label` that is true"
+    with pytest.raises(BadLineError, match=says):
+        reader.documents(ALMA)
+    assert len(reader.documents({"instruction": "q", "output": "a", "label": False})) == 1
+
+
+def test_a_run_becomes_pairs_where_pairs_are_learned():
+    with pytest.raises(
+        BadLineError, match=r"a run without roles; .* as `prompt`, the better one of"
+    ):
+        documents({"trajectory": [{"action": "ls", "observation": "x"}]}, pairs=True)
+
+
 def test_a_dialogue_under_another_name_is_said_once(caplog: pytest.LogCaptureFixture):
     SEEN.discard("the dialogue traj")
     for _ in range(2):
