@@ -561,8 +561,27 @@ def _warn_of_answer(record: Mapping[str, Any], text_field: str) -> None:
             )
 
 
+_MARKED_TURNS = re.compile(
+    r"\s*(?:Human|HUMAN|User|USER)\s*[:\uff1a].*?^\s*(?:Assistant|ASSISTANT|AI|Bot|BOT|GPT)\s*[:\uff1a]",
+    re.S | re.M,
+)
+"""Matches a text that begins with a marked turn of the user, and has one of the assistant's."""
+
+
 def _warn_of_written_turns(record: Mapping[str, Any]) -> None:
-    """Warn once if an instruction, or its output, is the text of messages: it is shown as it is."""
+    """Warn once if an instruction, or its output, is the text of messages: it is shown as it is.
+
+    So is an instruction with marks of turns, such as that of BELLE's dialogues.
+    """
+    asked = "\n\n".join(filter(None, (_text_in(record, key) for key in ("instruction", "input"))))
+    if _MARKED_TURNS.match(asked):
+        key = "instruction" if record.get("instruction") else "input"
+        warn_once(
+            "marked turns in an instruction",
+            f"`{key}` of records is a dialogue with marks of its turns, and is taken as one turn "
+            f"of the user: {shortened(asked)}; write its turns, without the marks, and the output "
+            "as `messages`",
+        )
     for key in ("instruction", "output"):
         text = record.get(key)
         if not isinstance(text, str):

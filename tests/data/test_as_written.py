@@ -615,6 +615,34 @@ def test_a_text_about_messages_stays_a_text():
     assert documents(record)[0].text == theirs(USER, ANSWER)
 
 
+BELLE = "Human:\u4f60\u597d\nAssistant:\u5f53\u7136\nHuman:\u8bf7\u95ee\nAssistant:"
+MARKED = [
+    ({"instruction": BELLE, "input": ""}, "`instruction`"),
+    ({"instruction": "Human:\u4f60\u597d\nAssistant:"}, "`instruction`"),
+    ({"instruction": "User: Hi\n\nAI: Hello\n\nUser: Who?"}, "`instruction`"),
+    ({"instruction": "", "input": "Human: Hi\nAssistant: "}, "`input`"),
+    ({"question": BELLE}, "`instruction`"),
+    ({"instruction": "Human: The Movie, a review"}, None),
+    ({"instruction": "Summarise.", "input": "Human: Hi\nAssistant: Hello"}, None),
+    ({"instruction": "User: what is an Assistant: a person?"}, None),
+]
+
+
+@pytest.mark.parametrize(("record", "key"), MARKED, ids=str)
+def test_an_instruction_with_marks_of_turns_is_said(record: dict, key: str | None, caplog):
+    """BelleGroup/multiturn_chat_0.8M has the dialogue up to its last answer in `instruction`."""
+    SEEN.clear()
+    (document,) = documents({**record, "answer" if "question" in record else "output": "a"})
+    asked = record.get("instruction") or record.get("input") or record.get("question")
+    if key is not None:
+        assert document.text == theirs({"role": "user", "content": asked}, ANSWER)
+    says = (
+        f"{key} of records is a dialogue with marks of its turns, and is taken as one turn of the"
+    )
+    assert caplog.text.count(says) == (key is not None)
+    assert ("marks of its turns" in caplog.text) == (key is not None)
+
+
 @pytest.mark.parametrize("value", [ANSWER, [ANSWER], [USER, ANSWER]], ids=str)
 @pytest.mark.parametrize("write", [json.dumps, str], ids=["JSON", "Python"])
 @pytest.mark.parametrize("name", ["instruction", "output"])
