@@ -880,10 +880,14 @@ def _parts_of_request(place: str, request: Mapping[str, Any]) -> str:
     """Say which parts of a request to a server are to be written, before its answer."""
     turns = next((key for key in ("messages", "contents") if key in request), None)
     write = f"the turns of `{place}.{turns}`" if turns else f"the question in `{place}`"
-    systems = [key for key in systems_of_request(request) if "[" not in key]
-    parts = [f"`{place}.{key}` as `system`" for key in systems]
-    parts += [f"`{place}.tools` as `tools`"] * bool(request.get("tools"))
-    return f"{' and '.join(parts)}, and {write}" if parts else write
+    systems = systems_of_request(request)
+    # Other requests of the log may have a system's text and tools where this one has none.
+    names = [key for key in systems if "[" not in key]
+    if not systems:
+        names = ["systemInstruction" if turns == "contents" else "system"]
+    parts = [f"`{place}.{key}` as `system`" for key in names]
+    parts.append(f"`{place}.tools` as `tools`")
+    return f"{' and '.join(parts)} where a request has them, and {write}"
 
 
 def _remedy_for_response(record: Mapping[str, Any], reads_labels: bool) -> str | None:
@@ -1349,7 +1353,10 @@ def _remedy_for_objects(record: Mapping[str, Any]) -> str | None:
             are_there = isinstance(tools, list) and tools and are_tools(tools)
             also = f" and `{key}.tools` as `tools`" * bool(are_there)
             last = value[name][-1]
-            if isinstance(last, dict) and role_of(last) == "assistant":
+            is_whole = isinstance(last, dict) and role_of(last) == "assistant"
+            if not are_there and not is_whole and request_in(key, value):
+                also = f" and `{key}.tools` as `tools` where a record has them"
+            if is_whole:
                 return f"write `{key}.{name}` as `messages`{also}"
             return (
                 f"write `{key}.{name}` and after it the answer{answer} as `messages`{also}"

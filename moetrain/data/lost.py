@@ -40,7 +40,7 @@ from moetrain.data.messages import (
     words_of,
 )
 from moetrain.data.options import Pointer, choices_of, listed, pointer_in
-from moetrain.data.tools import names_of_tools
+from moetrain.data.tools import names_of_tools, read_tools
 from moetrain.data.warned import warn_once
 
 _THOUGHTS = {
@@ -167,6 +167,8 @@ _OF_TURNS = {
     *(*REASONING, *THOUGHTS, *ABOUT_TURNS),
 }
 """Keys of a turn that are read, that are compared with what is read, or that describe it."""
+_OF_ANSWER = {"content", "parts", "text", "tool_calls", *REASONING, *THOUGHTS}
+"""Keys of a server's message that hold what it says."""
 _TEXTS = PASSAGES | _SYSTEMS | _FUNCTIONS
 """Names of further fields whose texts must be in a document, beside thoughts and choices."""
 _MARK = re.compile(r"<(?:image|img|video|audio)>", re.I)
@@ -241,9 +243,13 @@ def refuse_lost(record: Mapping[str, Any], documents: Sequence[Document], form: 
     choices = choices_of(record) if form != "preference" else []  # those of a pair are its answers
     if form != "preference":
         _refuse_pointer(record, form)
+    whole = [document.text for document in documents]
+    given = [document.text[: _begin_of_answer(document)] for document in documents]
     for key, value in record.items():
         texts = _texts_to_show(key, value, record, form, choices)
-        lost = [t for t in texts if not is_said(t, (document.text for document in documents))]
+        # A call in an answer has the name of its tool, and does not declare it.
+        shown = given if texts and texts == names_of_tools(value) else whole
+        lost = [text for text in texts if not is_said(text, shown)]
         is_chosen = len(lost) < len(texts) and all("</think>" in text for text in texts)
         if lost and not is_chosen:  # in OpenR1's `generations`, the answer is one of the texts
             # Among the texts of objects the longest: others may be the address of a passage.
@@ -282,7 +288,11 @@ def systems_of_request(request: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _refuse_lost_request(record: Mapping[str, Any], documents: Sequence[Document]) -> None:
-    """Raise BadLineError if the system's text of a request beside the answer would be lost."""
+    """Raise BadLineError if the system's text or the tools of a request would be lost.
+
+    They are in an object beside the answer: the request itself, or what a log keeps of it
+    (LiteLLM's ``optional_params``).
+    """
     for key, value in record.items():
         if (found := request_in(key, value)) is None:
             continue
@@ -293,6 +303,70 @@ def _refuse_lost_request(record: Mapping[str, Any], documents: Sequence[Document
                     f"`{place}.{inner}` is the system's text and would be lost: {shortened(text)}"
                 )
                 raise BadLineError(f"{said}; write it as `system`, or leave `{key}` out")
+    if record.get("tools") or record.get("functions"):
+        return
+    given = [document.text[: _begin_of_answer(document)] for document in documents]
+    for key, value in record.items():
+        if key in _BY_ALL or key.lower() in _FUNCTIONS:  # they are refused as tools themselves
+            continue
+        if not words_of(key).isdisjoint(_VARIANTS | _OF_OTHER_TOOLS):
+            continue
+        for place, tools in _tools_within(key, value):
+            lost = [tool for tool in tools if not _is_tool_said(tool, given)]
+            if lost:
+                raise BadLineError(
+                    f"`{place}` are the tools of the request and would be lost: "
+                    f"{shortened(lost[0]['name'])}; write them as `tools`, or leave `{key}` out",
+                    kind=f"`{place}` would be lost",
+                )
+
+
+def _begin_of_answer(document: Document) -> int:
+    """Return the number of characters before the first one that is learned."""
+    spans = document.loss_spans
+    return min((start for start, _ in spans or ()), default=len(document.text))
+
+
+_TOOLS_WITHIN = ("tools", "functions", "toolConfig", "tool_config")
+"""Keys of the tools in a request to a server: OpenAI's two, and Bedrock's."""
+
+
+def _tools_within(
+    key: str, value: object, depth: int = 2
+) -> Iterator[tuple[str, Sequence[Mapping[str, Any]]]]:
+    """Yield each list of tools in an object, or in the objects within it, with its place.
+
+    ``value`` is what the field ``key`` holds, perhaps as the text of its JSON. The tools are
+    functions with a name.
+    """
+    if isinstance(value, str) and any(f'"{name}"' in value for name in _TOOLS_WITHIN):
+        value = _parsed(value)
+    if not isinstance(value, Mapping):
+        return
+    for name, inner in value.items():
+        if name in _TOOLS_WITHIN:
+            place, tools = f"{key}.{name}", _parsed(inner)
+            if isinstance(tools, Mapping):
+                place, tools = f"{place}.tools", tools.get("tools")
+            entries = [_parsed(tool) for tool in tools] if isinstance(tools, list) else []
+            tools = read_tools([tool for tool in entries if isinstance(tool, dict)])
+            functions = [tool.get("function") for tool in tools]
+            functions = [
+                x for x in functions if isinstance(x, dict) and any(_texts_in(x.get("name")))
+            ]
+            if functions:
+                yield place, functions
+        elif depth > 1:
+            yield from _tools_within(f"{key}.{name}", inner, depth - 1)
+
+
+def _is_tool_said(tool: Mapping[str, Any], given: Sequence[str]) -> bool:
+    """Return whether one of the texts ``given`` has the name of a tool and its description."""
+    parts = [*_texts_in([tool["name"], tool.get("description")])]
+    return any(
+        all(is_said(text, [shown]) or is_said(json.dumps(text)[1:-1], [shown]) for text in parts)
+        for shown in given
+    )
 
 
 _ANSWER_IN = {"alpaca": "output", "completion": "completion"}
@@ -355,12 +429,12 @@ def unread_fields(record: Mapping[str, Any], documents: Sequence[Document], form
     read = _BY_ALL | _READ.get(form, set()) | _ANSWERS_OF.get(form, set())
     shown = _Shown(document.text for document in documents)
     fields = [
-        key
+        place
         for key, value in record.items()
         if key not in read
         and not describes(key, value)
         and not (_is_of_numbers(key) and not isinstance(value_in(value), str))
-        and not shown.all_of(_own_texts(listed(_parsed(value))))
+        for place in _unread_places(key, listed(_parsed(value)), shown)
     ]
     of_turns = (key for name in record if name in read for key in _unread_keys(name, record, shown))
     return [*fields, *dict.fromkeys(of_turns)]
@@ -378,6 +452,36 @@ class _Shown:
 
     def _has(self, words: str) -> bool:
         return any(words in text for text in self._texts)
+
+
+def _unread_places(key: str, value: object, shown: _Shown) -> list[str]:
+    """Return the places in the field ``key`` whose texts are not shown: the field itself, or some
+    keys of its object, such as the ``metadata.note`` of a request whose turns are shown.
+
+    Of what a server answers, only the messages count.
+    """
+    if place_of_answer(value) is not None:
+        value = [
+            {name: _parsed_calls(each[name]) for name in each.keys() & _OF_ANSWER}
+            for _, each in _objects_in(value)
+            if _is_answer(each)
+        ]
+    if shown.all_of(_own_texts(value)):
+        return []
+    if not isinstance(value, Mapping):
+        return [key]
+    inner = [name for name, each in value.items() if not shown.all_of(_own_texts({name: each}))]
+    return [f"{key}.{name}" for name in inner] if len(inner) < len(value) else [key]
+
+
+def _parsed_calls(value: object) -> object:
+    """Return what an answer holds, with the ``arguments`` of its calls as objects."""
+    if isinstance(value, Mapping):
+        return {
+            key: _parsed(each) if key == "arguments" else _parsed_calls(each)
+            for key, each in value.items()
+        }
+    return [*map(_parsed_calls, value)] if isinstance(value, list) else value
 
 
 def _unread_keys(name: str, record: Mapping[str, Any], shown: _Shown) -> Iterator[str]:

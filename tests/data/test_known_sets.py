@@ -1062,7 +1062,8 @@ FOLLOWED = [
     ),
     (
         {"custom_id": "1", "body": {"model": "m", "messages": [USER]}},
-        "write `body.messages` and after it the answer, as `messages`, or let a policy answer it",
+        "write `body.messages` and after it the answer, as `messages` and `body.tools` as `tools` "
+        "where a record has them, or let a policy answer it",
         {"custom_id": "1", "messages": DIALOGUE_A},
         [CHAT],
     ),

@@ -1613,18 +1613,145 @@ def test_branches_of_a_chat_are_not_turns_behind_one_another(key: str):
     assert documents({"messages": [turns[0], {**first, key: "2"}, *results, other]})
 
 
+# The tool of OpenAI's guide to function calling. `parameters` may be left out.
+WEATHER = {"name": "get_weather", "description": "Get current temperature for a location."}
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER_TOOL = {"type": "function", "function": {**WEATHER, "parameters": PARAMETERS}}
+BRIEF = {"model": "m", "messages": [USER]}
+TOLD_TOOLS: dict[str, tuple[dict[str, Any], str]] = {
+    "OpenAI": ({"request": {**BRIEF, "tools": [WEATHER_TOOL]}}, "request.tools"),
+    "OpenAI's older": ({"request": {**BRIEF, "functions": [WEATHER]}}, "request.functions"),
+    "Anthropic": (
+        {"request": {**BRIEF, "tools": [{**WEATHER, "input_schema": PARAMETERS}]}},
+        "request.tools",
+    ),
+    "Gemini": (
+        {"request": {"contents": [USER], "tools": [{"functionDeclarations": [WEATHER]}]}},
+        "request.tools",
+    ),
+    "Bedrock": (
+        {"request": {**BRIEF, "toolConfig": {"tools": [{"toolSpec": WEATHER}]}}},
+        "request.toolConfig.tools",
+    ),
+    "a batch": ({"request": {"body": {**BRIEF, "tools": [WEATHER_TOOL]}}}, "request.body.tools"),
+    "LiteLLM": ({"optional_params": {"tools": [WEATHER_TOOL], "n": 1}}, "optional_params.tools"),
+    "LiteLLM's payload": (
+        {"model_parameters": {"tools": [WEATHER_TOOL]}},
+        "model_parameters.tools",
+    ),
+    "Langfuse": ({"modelParameters": {"tools": [WEATHER_TOOL]}}, "modelParameters.tools"),
+}
+
+
+@pytest.mark.parametrize("as_text", [False, True], ids=["object", "text"])
+@pytest.mark.parametrize("log", TOLD_TOOLS)
+def test_the_tools_of_a_request_beside_its_answer_are_not_lost(log: str, as_text: bool):
+    """Right are the tools of LiteLLM's logging payload, of Langfuse's generations, and of APIs."""
+    ((key, value),), place = TOLD_TOOLS[log][0].items(), TOLD_TOOLS[log][1]
+    inner: Any = value
+    for name in place.split(".")[1:]:
+        inner = inner[name]
+    value = json.dumps(value) if as_text else value
+    called = {"role": "assistant", "tool_calls": [{"function": {"name": "get_weather"}}]}
+    called["tool_calls"][0]["function"]["arguments"] = {"city": "Bern"}
+    says = f"`{place}` are the tools of the request and would be lost: 'get_weather'; write them "
+    says += f"as `tools`, or leave `{key}` out"
+    for answer in (ANSWER, called):
+        turns = [USER, answer]
+        with pytest.raises(BadLineError, match=says):
+            documents({"messages": turns, key: value})
+        # The error's advice, to the letter.
+        (whole,) = documents({"messages": turns, key: value, "tools": inner})
+        functions = [WEATHER_TOOL["function"]] if "properties" in str(inner) else [WEATHER]
+        tools = [{"type": "function", "function": each} for each in functions]
+        assert whole.text == theirs(USER, answer, tools=tools)
+        (whole,) = documents({"messages": turns})
+        assert whole.text == theirs(*turns)
+    asked = {"role": "user", "content": "Does get_weather work?"}  # which does not declare it
+    with pytest.raises(BadLineError, match=says):
+        documents({"messages": [asked, ANSWER], key: value})
+    told = {"role": "system", "content": f"Tools: {json.dumps(WEATHER)}"}  # which does
+    assert documents({"messages": [told, asked, ANSWER], key: value})
+
+
+@pytest.mark.parametrize("form", ["pair", "alpaca", "completion"])
+def test_the_tools_of_a_request_beside_other_answers_are_not_lost(form: str):
+    refuses(
+        form, TOLD_TOOLS["LiteLLM"][0], r"`optional_params\.tools` are the tools of the request"
+    )
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"request": {**BRIEF, "tools": []}},
+        {"request": {**BRIEF, "tools": [{"type": "web_search"}]}},  # OpenAI's own, without a name
+        {"metadata": {"tools": ["search"]}},
+        {"original_request": {**BRIEF, "tools": [WEATHER_TOOL]}},
+    ],
+    ids=str,
+)
+def test_a_request_without_functions_changes_nothing(beside: dict):
+    record = {"messages": [USER, ANSWER]}
+    assert documents({**record, **beside}) == documents(record)
+
+
+def test_a_call_in_an_answer_does_not_declare_its_tool():
+    called = {"role": "assistant", "tool_calls": [{"function": {"name": "area", "arguments": {}}}]}
+    with pytest.raises(BadLineError, match=r"`toolset` seems to hold the tools, .* as `tools`"):
+        documents({"messages": [USER, called], "toolset": TOOLS_BESIDE["toolset"]})
+
+
+def test_only_what_is_not_shown_of_a_log_is_named():
+    """The parts of OpenAI's chat completions: what `messages` have is learned."""
+    calls = [{"id": "call_1", "type": "function", "function": {"name": "get_weather"}}]
+    calls[0]["function"]["arguments"] = '{"city":"Bern"}'
+    for said in ({"content": "It is warm there."}, {"content": "Ok."}, {"tool_calls": calls}):
+        turns = [{**USER, "content": "Is it warm there?"}, {"role": "assistant", **said}]
+        choice = {"index": 0, "message": turns[1], "finish_reason": "tool_calls"}
+        record = {
+            "messages": turns,
+            "tools": [WEATHER_TOOL],
+            "request": {"model": "m", "messages": turns[:1], "tools": [WEATHER_TOOL]},
+            "response": {"object": "chat.completion", "choices": [choice]},
+        }
+        assert unread(record) == []
+        asked = {**record["request"], "note": "from the second customer"}
+        assert unread({**record, "request": asked}) == ["request.note"]
+        other = {**choice, "message": {**ANSWER, "content": "Quite another one."}}
+        assert unread({**record, "response": {"choices": [choice, other]}}) == ["response"]
+
+
+def test_advice_on_a_log_names_the_parts_that_other_requests_may_have():
+    """The first record of a log may have no tools and no system's text, and the second has."""
+    answer = {"choices": [{"index": 0, "message": ANSWER}]}
+    for turns, first in (([USER], "`request.system` as `system` and "), ([SYSTEM, USER], "")):
+        said = f"write {first}`request.tools` as `tools` where a request has them, and the turns of"
+        with pytest.raises(BadLineError, match=re.escape(said)):
+            documents({"request": {"model": "m", "messages": turns}, "response": answer})
+    said = "write `request.systemInstruction` as `system` and `request.tools` as `tools` where a"
+    with pytest.raises(BadLineError, match=re.escape(said)):
+        documents({"request": {"contents": [USER]}, "response": answer})
+    said = "as `messages` and `input.tools` as `tools` where a record has them"
+    with pytest.raises(BadLineError, match=re.escape(said)):
+        documents({"input": {"model": "m", "messages": [USER]}, "output": ANSWER, "x": "y z"})
+
+
 def test_advice_on_a_log_names_the_parts_of_its_request():
     request_ = {"model": "m", "system": "S", "messages": [USER], "tools": [{"name": "f"}]}
     answer = {"id": "1", "type": "message", "role": "assistant", "content": [{"type": "text"}]}
     answer["content"][0]["text"] = "a"
     said = (
-        "write `request.system` as `system` and `request.tools` as `tools`, and the turns of "
+        "write `request.system` as `system` and `request.tools` as `tools` where a request has "
+        "them, and the turns of "
         "`request.messages` and `response`, which is a message of the assistant, as `messages`"
     )
     with pytest.raises(BadLineError, match=re.escape(said)):
         documents({"request": request_, "response": answer})
-    (whole,) = documents({"request": request_, "system": "S", "messages": [USER, answer]})
-    assert theirs(SYSTEM, USER, ANSWER) == whole.text
+    told = {"system": "S", "tools": request_["tools"]}
+    (whole,) = documents({"request": request_, **told, "messages": [USER, answer]})
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert theirs(SYSTEM, USER, ANSWER, tools=tools) == whole.text
 
 
 # ---- parts of a question that are objects -------------------------------------------------------
