@@ -21,6 +21,7 @@ from moetrain.config.sources import shortened
 from moetrain.data.lost import (
     PARTS,
     PASSAGES,
+    bad_value_of_flag,
     describes,
     example_of_text,
     is_about_answer,
@@ -894,19 +895,29 @@ def _remedy_for_response(record: Mapping[str, Any], reads_labels: bool) -> str |
     """Return the advice for a `prompt` with a `response`."""
     if record.get("prompt") is None or not isinstance(record.get("response"), str):
         return None
-    scores = _judging(record)
+    scores = ", ".join(f"`{key}`" for key in _judging(record))
     is_labelled = reads_labels and not (record.get("label") is record.get("kto_tag") is None)
-    kept = f"keep the records whose {scores} suffice, and write "
-    if reads_labels:
-        kept = f"write `label`, true or false by {scores}, and "
-    kept = kept if scores and not is_labelled else "write "
+    kept = f"{_kept(record)}write "
+    if scores and reads_labels:
+        kept = "write " if is_labelled else f"write `label`, true or false by {scores}, and "
     as_chat = _FOR_PLAIN_TEXT if isinstance(record["prompt"], str) else ""
     as_chat += _without_thought(record) + _also_thought(record)
     return f"{kept}`response` as `completion`{as_chat}"
 
 
-def _judging(record: Mapping[str, Any]) -> str:
-    """Return the names of the fields that may judge the answer, as one text.
+def _kept(record: Mapping[str, Any]) -> str:
+    """Return the advice on which records to keep, as the beginning of a sentence. Empty: none."""
+    judging = _judging(record)
+    bad = {key: bad_value_of_flag(key, record[key]) for key in judging}
+    scores = [f"`{key}`" for key in judging if bad[key] is None]
+    flags = [f"`{key}` is {str(bad[key]).lower()}" for key in judging if bad[key] is not None]
+    kept = [f"leave out the records whose {' or '.join(flags)}"] if flags else []
+    kept += [f"keep the records whose {', '.join(scores)} suffice"] if scores else []
+    return "".join(f"{each}, and " for each in kept)
+
+
+def _judging(record: Mapping[str, Any]) -> list[str]:
+    """Return the names of the fields that may judge the answer.
 
     If some fields say that they judge it, only these are named.
     """
@@ -917,12 +928,13 @@ def _judging(record: Mapping[str, Any]) -> str:
             (isinstance(value, int | float) and (type(value) is not bool or names_verdict(key)))
             or is_label(value)
             or is_score(key, value)
+            or bad_value_of_flag(key, value) is not None
         )
         and words_of(key).isdisjoint(_NO_SCORES)
         and not is_about_question(key)
     ]
     about = [key for key in found if is_about_answer(key) or is_label(record[key])]
-    return ", ".join(f"`{key}`" for key in about or found)
+    return about or found
 
 
 def _remedy_for_question(record: Mapping[str, Any]) -> str | None:
@@ -950,7 +962,9 @@ def _remedy_for_question(record: Mapping[str, Any]) -> str | None:
         )
     if not asked and isinstance(record.get("input"), str) and isinstance(record.get("output"), str):
         thought = _without_thought(record) + _also_thought(record)
-        return f"write `input` as `instruction`{thought}"
+        return (
+            f"write `input` as `instruction`{thought}{_also_asked(record, ['input'], ['output'])}"
+        )
     parts = [*(key for key in named if named[key] in PARTS), *choices_of(record)]
     beside = [f"`{key}`" for key in parts if not _is_shown(record[key], record, asked[:1])]
     question = f"`{asked[0]}`" if asked else ""
@@ -993,13 +1007,25 @@ def _remedy_for_question(record: Mapping[str, Any]) -> str | None:
         turns = [key for key in named if is_dialogue(record[key]) and key not in answers]
         if turns and role_of(record[turns[0]][-1]) == "user":  # HelpSteer3's `context`
             return f"write `{turns[0]}` as `prompt` and {said_as_text} as `completion`"
-        scores = _judging({key: value for key, value in record.items() if key not in answers})
-        kept = f"keep the records whose {scores} suffice, and " if scores else ""
+        if (source := _source_of(answers, record)) and not asking:
+            what = f"what is asked with `{source}`"
+        kept = _kept({key: value for key, value in record.items() if key not in answers})
         write = f"{kept}write {what} as `instruction` and {said_as_text} as `output`"
         return (
             write + _without_thought(record) + _also_thought(record)
         )  # CoT-Collection's rationale
     return None
+
+
+_SOURCE_OF = {"target": ("source", "source_text", "source_sentence"), "tgt": ("src",)}
+"""For these names of an answer, names of the text that it is made from, such as WMT24++'s."""
+
+
+def _source_of(answers: Sequence[str], record: Mapping[str, Any]) -> str | None:
+    """Return the field with the text that the first of ``answers`` translates, or rewrites."""
+    end = next((end for end in _SOURCE_OF if answers[0].lower().startswith(end)), None)
+    named = {key.lower(): key for key in record if _has_words(record[key])}
+    return next((named[name] for name in _SOURCE_OF.get(end or "", ()) if name in named), None)
 
 
 def _remedy_for_pointer(record: Mapping[str, Any]) -> str | None:

@@ -135,6 +135,8 @@ WebUI's ``sources``, Anthropic's ``citations``."""
 _FEWEST_WORDS = 4
 """Fewest words of a text in a turn that is named if nothing shows it. Shorter ones, such as
 WildChat's ``country``, describe the turn."""
+_FEWEST_WORDS_OF_SOURCE = 6
+"""Fewest words of a text in a ``source`` that is no name of a data set, a site or a book."""
 _OF_OTHER_TOOLS = {"target"}
 """Words in the names of tools that were taken out of a record on purpose: When2Call's."""
 _OF_ENVELOPES = ("assistant", "finish_reason", "candidates", "status_code")
@@ -177,8 +179,12 @@ _MARK_OF_TURN = re.compile(r"\A\s*<(?:image|video|audio)>\s*\n|\n\s*<(?:image|vi
 """Matches such a mark on a line of its own, the first or the last of a turn, as in LLaVA's records.
 Elsewhere it may be HTML."""
 
-_OF_VERDICTS = {"is", "if", "was", "the", "response", "answer", "completion", "output"}
-"""Words that may stand beside a word of :data:`_GOOD` or :data:`_BAD` in the name of a verdict."""
+_OF_VERDICTS = {
+    *("is", "if", "was", "the", "response", "answer", "completion", "output"),
+    *("source", "target", "translation", "segment", "sample", "example", "record", "row"),
+}
+"""Words that may stand beside a word of :data:`_GOOD` or :data:`_BAD` in the name of a verdict:
+WMT24++'s ``is_bad_source``."""
 _ENDS = {"resolved", "success", "successful", "solved"}
 """Words for a run that succeeded: SWE-Gym's. Their values may be the numbers 0 and 1."""
 _GOOD = {
@@ -432,7 +438,7 @@ def unread_fields(record: Mapping[str, Any], documents: Sequence[Document], form
         place
         for key, value in record.items()
         if key not in read
-        and not describes(key, value)
+        and (not describes(key, value) or is_source_text(key, value))
         and not (_is_of_numbers(key) and not isinstance(value_in(value), str))
         for place in _unread_places(key, listed(_parsed(value)), shown)
     ]
@@ -772,6 +778,24 @@ def describes(key: str, value: object) -> bool:
     return _describes(key) or not any(_texts_in(value))
 
 
+def is_source_text(key: str, value: object) -> bool:
+    """Return whether a field with the name of a source holds a text, such as the sentence to
+    translate in WMT24++'s ``source``, and not the name of where the record is from."""
+    is_sentence = isinstance(value, str) and len(value.split()) >= _FEWEST_WORDS_OF_SOURCE
+    return is_sentence and "source" in words_of(key)
+
+
+def bad_value_of_flag(key: str, value: object) -> bool | None:
+    """Return the truth value with which the field ``key`` says that a record is a bad one.
+
+    It is true for ``is_bad_source``, and false for ``is_correct``. None: the value is no truth
+    value, or the name does not say which of them is the bad one.
+    """
+    words = words_of(key)
+    is_good, is_bad = not words.isdisjoint(_GOOD), not words.isdisjoint(_BAD)
+    return None if truth_of(value) is None or is_good is is_bad else is_bad
+
+
 def _is_system(key: str) -> bool:
     """Return whether ``key`` names a system text that no form reads."""
     words = words_of(key)
@@ -812,6 +836,8 @@ def _texts_to_show(
         return []
     else:
         is_asked = name in _ASKED | _PLAYED or _has_words(key, _OF_PASSAGES)
+        # One text of this name may be another answer. DISC-Law's statutes are a list.
+        is_asked |= name == "reference" and isinstance(listed(value), list)
         if name == "code" and isinstance(value, str):  # one word is the code of a language
             is_asked = len(value.split()) > 1
     if is_dialogue(value) and not _OF_BEFORE.isdisjoint(words_of(key)):

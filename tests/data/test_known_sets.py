@@ -685,6 +685,12 @@ CHAT, PLAIN = theirs([USER, ANSWER]), "qa"
 OTHER_CHAT = theirs([USER, {**ANSWER, "content": "b"}])
 DIALOGUE_A, DIALOGUE_B = [USER, ANSWER], [USER, {**ANSWER, "content": "b"}]
 BOTH = {"chosen": "a", "rejected": "b"}
+WMT = {
+    **{"lp": "en-de_DE", "domain": "news", "document_id": "b.2", "segment_id": 12},
+    **{"is_bad_source": False, "source": "Siso's depictions of land, water center new gallery"},
+    **{"target": "Sisos Bilder von Land und Wasser", "original_target": "Sisos Bilder"},
+}
+TRANSLATED = {"role": "assistant", "content": WMT["target"]}
 ULTRA = {"instruction": "q", "completions": [{"response": "a"}, {"response": "b"}]}
 SAFE = {"prompt": "q", "response_0": "a", "response_1": "b", "safer_response_id": 0}
 ARENA = {"prompt": '["q"]', "response_a": '["a"]', "response_b": '["b"]', "winner_model_a": 1}
@@ -972,7 +978,7 @@ FOLLOWED = [
     ),
     (
         {"user_prompt": "q", "model_response": "a", "model_name": "m", "if_chosen": True},
-        "keep .* `if_chosen` suffice, and write what is asked, perhaps `user_prompt`, as "
+        "leave out .* `if_chosen` is false, and write what is asked, perhaps `user_prompt`, as "
         "`instruction` and `model_response` as `output`",
         {"instruction": "q", "output": "a", "model_name": "m", "if_chosen": True},
         [CHAT],
@@ -1241,6 +1247,25 @@ FOLLOWED = [
         {"images": [], "texts": [{"user": "q", "assistant": "a", "source": "x"}]},
         "`texts` holds records with `user` and `assistant`; write each of them as a line, with "
         "`user` as `instruction` and `assistant` as `output`, or",
+        {"instruction": "q", "output": "a"},
+        [CHAT],
+    ),
+    (  # WMT24++'s columns. Its card asks to leave out the bad sources.
+        WMT,
+        "leave out the records whose `is_bad_source` is true, and write what is asked with "
+        "`source` as `instruction` and `target` as `output`, or",
+        {**WMT, "instruction": f"Translate: {WMT['source']}", "output": WMT["target"]},
+        [theirs([{**USER, "content": f"Translate: {WMT['source']}"}, TRANSLATED])],
+    ),
+    (  # DISC-Law's triplets, to follow in both ways
+        {"id": "jud-3", "reference": ["Art. 1: R."], "input": "q", "output": "a"},
+        "write `input` as `instruction`, and leave `reference` out unless it is a part of the q",
+        {"instruction": "Art. 1: R.\nq", "output": "a", "reference": ["Art. 1: R."]},
+        [theirs([{**USER, "content": "Art. 1: R.\nq"}, ANSWER])],
+    ),
+    (
+        {"context": "c", "input": "q", "output": "a"},
+        "write `input` as `instruction`, and leave `context` out unless it is a part of the quest",
         {"instruction": "q", "output": "a"},
         [CHAT],
     ),

@@ -197,6 +197,36 @@ def test_a_verdict_that_the_answer_is_bad_is_refused(form: str, name: str, value
 WILDCHAT: dict[str, Any] = {"hashed_ip": "22fd87", "redacted": False, "turn_identifier": 7}
 
 
+def test_a_bad_source_is_left_out_as_wmts_card_asks():
+    record = {"instruction": "Translate: S", "output": "T", "is_bad_source": False}
+    assert documents(record)
+    for value in (True, "true"):
+        with pytest.raises(BadLineError, match=r"`is_bad_source` is .*; leave such records out"):
+            documents({**record, "is_bad_source": value})
+
+
+def test_a_list_of_references_beside_a_question_is_refused():
+    """DISC-Law's statutes. One text of this name may be another answer."""
+    record = {"instruction": "May I?", "output": "Yes.", "reference": ["Art. 1: You may."]}
+    for value in (record["reference"], json.dumps(record["reference"])):
+        with pytest.raises(
+            BadLineError, match=r"`reference` may be a part of the question .*; write"
+        ):
+            documents({**record, "reference": value})
+    assert documents({**record, "instruction": "Art. 1: You may.\nMay I?"})
+    assert documents({**record, "reference": "You may."})
+
+
+def test_a_sentence_in_source_is_named_if_it_is_not_shown():
+    """WMT24++'s `source` is the sentence to translate. Elsewhere it is where a record is from."""
+    sentence = "Siso's depictions of land, water center new gallery exhibition"
+    record = {"instruction": "Translate to German.", "output": "Sisos Bilder", "source": sentence}
+    assert unread(record) == ["source"]
+    assert unread({**record, "instruction": f"Translate to German: {sentence}"}) == []
+    assert unread({**record, "source": "Stack Exchange, 2023"}) == []
+    assert unread({**record, "source": "wiki", "license": sentence}) == []
+
+
 def test_the_verdict_of_a_turn_decides_over_that_of_its_record():
     """WildChat's card: ``toxic`` of a record says that any utterance is, that of a turn whether it
     is this one."""
@@ -1427,7 +1457,11 @@ def test_pairs_whose_scores_contradict_them_are_said(caplog):
             {"context": "c", "response": "a", "episode_done": False},
             r"; write what is asked, perhaps `context`, as `instruction` and `response` as",
         ),
-        ({"prompt": "q", "response": "a", "is_correct": True}, "whose `is_correct` suffice"),
+        ({"prompt": "q", "response": "a", "is_correct": True}, "whose `is_correct` is false"),
+        (
+            {"prompt": "q", "response": "a", "failed": "false", "score": 3},
+            "; leave out the records whose `failed` is true, and keep the records whose `score` su",
+        ),
         (
             {
                 "example_dialogue": [USER, {"role": "char", "content": "b"}],
