@@ -873,6 +873,9 @@ def _problem(key: str, value: object, text: str, record: Mapping[str, Any], form
         said, remedy = "seems to be the system's text, which would be lost", "write it as `system`"
     elif name in _FUNCTIONS | {"tools"} or names_of_tools(value):
         said, remedy = "seems to hold the tools, which would be lost", "write them as `tools`"
+    elif is_dialogue(value):  # GeneralThought's `prev_messages`
+        said = "seems to have turns before the question, which would be lost"
+        remedy = "write them before the question in `messages`"
     else:
         said, remedy = "may be a part of the question or of the answer", "write it in the question"
     if "</think>" in text:

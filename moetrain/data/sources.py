@@ -322,12 +322,18 @@ def _long_texts(raw: Raw) -> list[str]:
     return texts
 
 
+_OF_SPLITS = {"split", "partition", "subset", "metadata"}
+"""Words in the names of fields that say which part of a set a record belongs to: mobile-actions'
+``metadata`` is ``train`` or ``eval``."""
+
+
 def _held_out_by(record: object) -> list[tuple[str, str]]:
     """Return the field and the value by which other trainers hold a record out, if any."""
     if not isinstance(record, dict):
         return []
     named = [(key, x) for key, x in record.items() if isinstance(x, str)]
-    return [(k, x) for k, x in named if "split" in words_of(k) and x.lower() in _HELD_OUT][:1]
+    of_splits = [(key, x) for key, x in named if not words_of(key).isdisjoint(_OF_SPLITS)]
+    return [(key, x) for key, x in of_splits if x.strip().lower() in _HELD_OUT][:1]
 
 
 def _warn_of_held_files(path: str, files: Sequence[Path]) -> None:

@@ -203,10 +203,11 @@ def warnings_of(path: Path, caplog, **data: object) -> str:
     return caplog.text
 
 
-@pytest.mark.parametrize("key", ["split", "data_split", "Split"])
+@pytest.mark.parametrize("key", ["split", "data_split", "Split", "metadata", "partition"])
 @pytest.mark.parametrize("value", ["test", "TEST", "evaluation", "validation", "dev"])
 def test_records_that_other_trainers_hold_out_are_named(key, value, tmp_path: Path, caplog):
-    """Predibase's are of the split evaluation, OpenPipe's of TEST."""
+    """Predibase's are of the split evaluation, OpenPipe's of TEST, and those of Google's
+    mobile-actions have ``metadata`` eval."""
     train, held = ({"text": "a", key: each} for each in ("train", value))
     path = write_lines(tmp_path / "a.jsonl", [train, held, train])
     said = warnings_of(path, caplog)

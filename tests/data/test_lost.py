@@ -883,7 +883,11 @@ EARLIER = [{"role": "user", "content": "what came before"}, {"role": "assistant"
 @pytest.mark.parametrize("form", ["messages", "sharegpt", "alpaca", "completion"])
 def test_turns_that_come_before_are_not_lost(form, name):
     """GeneralThought's ``prev_messages``."""
-    refuses(form, {name: EARLIER}, f"`{name}` may be a part of the question .*: 'what came before'")
+    says = f"`{name}` seems to have turns before the question, which would be lost: 'what came bef"
+    refuses(form, {name: EARLIER}, f"{says}.*; write them before the question in `messages`, or")
+    # The error's advice, to the letter.
+    (whole,) = documents({"messages": [*EARLIER, USER, ANSWER], name: EARLIER})
+    assert whole.text == theirs(*EARLIER, USER, ANSWER)
 
 
 def test_a_question_that_is_a_mark_is_refused():
