@@ -31,6 +31,7 @@ from moetrain.data.lost import (
     is_score,
     may_be_asked,
     names_verdict,
+    order_of_turns,
     place_of_answer,
     request_in,
     systems_of_request,
@@ -649,16 +650,18 @@ def remedy_for(
         return said
     if reads_pairs and {"parent_id", "role"} <= record.keys():  # oasst's flat files
         by = ", by `rank`," * ("rank" in record)
+        order = order_of_turns(record)
         return (
-            "it is one turn of a tree; write the turns up to a question as `prompt`, and of its "
-            f"answers a better one{by} as `chosen` and a worse one as `rejected`"
+            f"it is one turn of a tree; write the turns up to a question{order}, as `prompt`, and "
+            f"of its answers a better one{by} as `chosen` and a worse one as `rejected`"
         )
     if reads_pairs:
         write = "write the better of two answers as `chosen`, the other as `rejected`"
         said = f"it has a question without two answers; {write}, or {_OF_POLICY}"
         return said if _asks(record) else None
     return (
-        _remedy_for_served(record)
+        _remedy_for_session(record)
+        or _remedy_for_served(record)
         or _remedy_for_response(record, reads_labels)
         or _remedy_for_records(record)
         or _remedy_for_file(record)
@@ -843,6 +846,31 @@ def _remedy_for_several(
                 one = f"one as `{name}`{also}, beside a `label` that is true or false"
                 return f"{problem}; write {one}, or of two {pair}"
             return f"{problem}; write a good one as `{name}`{also}, or of two {pair}"
+    return None
+
+
+_NO_TURNS = {"summary", "system", "file-history-snapshot", "progress", "queue-operation"}
+"""Types of the lines of a Claude Code session that are no turns."""
+
+
+def _remedy_for_session(record: Mapping[str, Any]) -> str | None:
+    """Return the advice for a line of a program's log that has a turn of a session: Claude Code's.
+
+    Its first line may be a summary, which names the last turn by ``leafUuid``.
+    """
+    turn, order = record.get("message"), order_of_turns(record)
+    if isinstance(turn, dict) and is_message(turn) and order:
+        return (
+            f"it is one turn of a session; write the `message` of all its lines{order}, as the "
+            "`messages` of one record"
+        )
+    is_of_session = order or not {"leafUuid", "messageId"}.isdisjoint(record)
+    if record.get("type") in _NO_TURNS and turn is None and is_of_session:
+        return (
+            f"it is a line of the type {record['type']!r} in the log of a session, and no turn; "
+            "leave such lines out, and write the `message` of the lines that have one, of each "
+            "session together, as the `messages` of one record"
+        )
     return None
 
 
@@ -1319,7 +1347,11 @@ def _is_text(value: object) -> bool:
 def _remedy_for_turns(record: Mapping[str, Any]) -> str | None:
     """Return the advice for a record with turns that are in no field of a known name."""
     if "role" in record or {"from", "value"} <= record.keys():
-        return "it is one turn of a dialogue; write the turns of each dialogue as `messages`"
+        order = order_of_turns(record)
+        order += "," * bool(order)
+        return (
+            f"it is one turn of a dialogue; write the turns of each dialogue{order} as `messages`"
+        )
     for key, value in record.items():
         if key in _ANSWERS or (key in _QUESTIONS and not is_dialogue(value)):
             continue

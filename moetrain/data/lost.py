@@ -155,8 +155,15 @@ _FUNCTIONS = {
     *("tool_definitions", "tool_list", "tool_schemas", "tools_json", "apis", "api_list"),
 }
 """Names that the tools may have, such as Bedrock's ``toolConfig``."""
-_IDS_OF_DIALOGUES = [frozenset({x, "id"}) for x in ("dialogue", "dialog", "conversation", "conv")]
-"""The words in names of the number of a conversation."""
+_IDS_OF_DIALOGUES = [
+    *(frozenset({x, "id"}) for x in ("dialogue", "dialog", "conversation", "conv", "session")),
+    frozenset({"thread", "id"}),
+]
+"""The words in names of the number of a conversation, such as Claude Code's ``sessionId``."""
+_OF_PARENTS = {"parent", "id", "uuid", "message", "turn", "comment", "post", "tweet"}
+"""Words in the name of a field with the id of the turn before a turn, one of them parent."""
+_OF_PERSONS = {"user", "name", "author", "screen"}
+"""Words in the name of a field with whom a turn replies to, and not with the turn itself."""
 _IDS_OF_TURNS = [
     frozenset({x, y}) for x in ("turn", "response", "utterance") for y in ("id", "idx")
 ]
@@ -965,12 +972,36 @@ def warn_of_parent(record: Mapping[str, Any]) -> None:
             "was said",
         )
     for key, value in record.items():
-        if words_of(key) == {"parent", "id"} and value not in (None, ""):
+        if names_turn_before(key, value):
             warn_once(
                 f"parents by {key}",
                 f"`{key}` of records names the turn before them: each is learned alone, without "
                 "it; write whole conversations as `messages` to learn answers behind what was said",
             )
+
+
+def names_turn_before(key: str, value: object) -> bool:
+    """Return whether a field names the turn before a record, by its id: OASST's ``parent_id``,
+    Claude Code's ``parentUuid``, ``in_response_to_tweet_id`` of customers' tweets."""
+    words = words_of(key)
+    is_id = isinstance(value, str | int | float) and not isinstance(value, bool)
+    if not is_id or len(str(value).split()) != 1 or not words.isdisjoint(_OF_PERSONS):
+        return False
+    if "parent" in words:
+        return words <= _OF_PARENTS and not words.isdisjoint({"id", "uuid"})
+    return words >= {"reply", "to"} or words >= {"response", "to"}
+
+
+def order_of_turns(record: Mapping[str, Any]) -> str:
+    """Say which turns belong to one dialogue and in which order, as an insertion of a sentence that
+    asks to write them as ``messages``. Empty: no field of the turn ``record`` says it."""
+    names = {words_of(key): f"`{key}`" for key, value in record.items() if value is not None}
+    same = next((names[words] for words in _IDS_OF_DIALOGUES if words in names), "")
+    # The first turn has no parent: the value is null there.
+    before = next((f"`{key}`" for key in record if names_turn_before(key, record[key] or "0")), "")
+    parts = [f"those with the same {same}"] * bool(same)
+    parts += [f"in the order that {before} says"] * bool(before)
+    return "".join(f", {part}" for part in parts)
 
 
 # ---- verdicts -----------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from moetrain.data.field_names import name_of_dialogue, names_renamed, renamed
 from moetrain.data.known_sets import read_known_set, remedy_for, remedy_for_two
 from moetrain.data.lost import (
     example_of_text,
+    order_of_turns,
     refuse_bad_turn,
     refuse_bad_verdict,
     refuse_lost,
@@ -195,7 +196,7 @@ class RecordReader:
             _refuse_second_dialogue(record, form)
         refuse_lost(record, found, form)
         warn_of_envelopes(found)
-        if form in ("alpaca", "completion"):
+        if form in ("alpaca", "completion", "text"):
             warn_of_parent(record)
         return [document._replace(text=with_whole_characters(document.text)) for document in found]
 
@@ -319,7 +320,11 @@ class RecordReader:
         # leave out its `parent_id`.
         if {"role", "parent_id"} <= record.keys() or record.get("role") == "prompter":
             problem = f"a turn of a dialogue and no document: {shortened(record)}"
-            raise BadLineError(f"{problem}; give whole dialogues as `messages`")
+            order = order_of_turns(record)
+            remedy = "give whole dialogues as `messages`" + f": the turns of each{order}" * bool(
+                order
+            )
+            raise BadLineError(f"{problem}; {remedy}")
         text = record[self.text_field]
         if not isinstance(text, str):
             said = f"{self.text_field!r} is not text: {shortened(text)}"

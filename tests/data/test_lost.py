@@ -1024,7 +1024,8 @@ def test_pairs_that_are_ties_by_a_word_are_said(caplog, said):
     [
         (
             {"parent_id": None, "role": "prompter", "text": "q", "rank": None},
-            r"it is one turn of a tree; .* a better one, by `rank`, as `chosen`",
+            r"it is one turn of a tree; write the turns up to a question, in the order that "
+            r"`parent_id` says, as `prompt`, .* a better one, by `rank`, as `chosen`",
         ),
         (
             {"conv_A": [USER, ANSWER], "conv_A_rating": 1, "conv_B": [USER], "conv_B_rating": 2},
@@ -1758,6 +1759,82 @@ def test_only_what_is_not_shown_of_a_log_is_named():
         assert unread({**record, "request": asked}) == ["request.note"]
         other = {**choice, "message": {**ANSWER, "content": "Quite another one."}}
         assert unread({**record, "response": {"choices": [choice, other]}}) == ["response"]
+
+
+# Lines of a session of Claude Code, whose first one may be a summary.
+SESSION: list[dict[str, Any]] = [
+    {"type": "summary", "summary": "Fix a failing test", "leafUuid": "b2"},
+    {"parentUuid": None, "sessionId": "2f8e", "type": "user", "message": USER, "uuid": "a1"},
+    {"parentUuid": "a1", "sessionId": "2f8e", "type": "assistant", "uuid": "b2"}
+    | {"message": {"id": "msg_01", "type": "message", "content": [{"type": "text", "text": "a"}]}},
+    {"type": "file-history-snapshot", "messageId": "a1", "snapshot": {"files": "x y"}},
+    {
+        "parentUuid": "b2",
+        "sessionId": "2f8e",
+        "type": "system",
+        "content": "Conversation compacted",
+    },
+]
+SESSION[2]["message"] |= {"role": "assistant", "model": "m", "stop_reason": "end_turn"}
+
+
+def test_each_line_of_a_session_says_how_its_turns_become_a_record():
+    of_turns = "it is one turn of a session; write the `message` of all its lines, those with the "
+    of_turns += "same `sessionId`, in the order that `parentUuid` says, as the `messages` of one "
+    others = "in the log of a session, and no turn; leave such lines out, and write the `message` "
+    for line in SESSION:
+        says = of_turns if "message" in line else f"of the type '{line['type']}' {others}"
+        with pytest.raises(BadLineError, match=says):
+            documents(line)
+    # The advice, to the letter.
+    turns = [line["message"] for line in SESSION if "message" in line]
+    (whole,) = documents({"messages": turns})
+    assert whole.text == theirs(USER, ANSWER)
+
+
+def test_the_type_of_a_record_makes_it_no_line_of_a_session():
+    record = {"type": "summary", "instruction": "Summarise: t", "output": "s"}
+    assert documents(record)
+    with pytest.raises(BadLineError, match=r"write what is asked.* and `summary` as `output`"):
+        documents({"type": "summary", "dialogue": "A: hi. B: bye.", "summary": "They met."})
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        (  # OASST's rows
+            {"message_id": "2", "parent_id": "1", "text": "a b", "role": "assistant"},
+            "give whole dialogues as `messages`: the turns of each, in the order that `parent_id` ",
+        ),
+        (
+            {**USER, "conversation_id": 7, "parent_id": None},
+            "write the turns of each dialogue, those with the same `conversation_id`, in the order "
+            "that `parent_id` says, as `messages`",
+        ),
+        (USER, "write the turns of each dialogue as `messages`, or"),
+    ],
+)
+def test_a_turn_alone_names_the_fields_that_join_it_to_others(record: dict, says: str):
+    with pytest.raises(BadLineError, match=says):
+        documents(record)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "is_named"),
+    [
+        ("in_response_to_tweet_id", "3", True),  # customers' tweets
+        ("in_reply_to_status_id", 17, True),
+        ("parent_comment_id", "t1_a", True),
+        ("in_response_to_tweet_id", None, False),
+        ("in_reply_to_screen_name", "ann", False),
+        ("response_to_prompt", "a whole text", False),
+        ("parent_category", "shoes", False),
+    ],
+)
+def test_a_text_that_answers_another_is_named(key: str, value: Any, is_named: bool, caplog):
+    SEEN.clear()
+    assert documents({"text": "We are sorry.", key: value})
+    assert (f"`{key}` of records names the turn before them" in caplog.text) is is_named
 
 
 def test_advice_on_a_log_names_the_parts_that_other_requests_may_have():
