@@ -63,7 +63,7 @@ from moetrain.data.templates import (
     render,
 )
 from moetrain.data.tokenizer import Tokenizer
-from moetrain.data.tools import read_tools, without_filled
+from moetrain.data.tools import are_tools, read_tools, without_filled
 from moetrain.data.turn_ends import TurnEnds, turn_ends
 from moetrain.data.warned import warn_once
 
@@ -834,7 +834,7 @@ class ChatTemplate:
         for name in {*self.kwargs, *variables} - {"tools", "documents"}:
             if all_variables[name] and not _reads(self.source, name):
                 is_text = name in variables and not words_of(name).isdisjoint(_OF_TEXTS)
-                if is_text and not is_said(str(all_variables[name]), map(text_of, turns)):
+                if is_text and not _is_written(variables[name], turns, variables.get("tools")):
                     raise BadLineError(
                         f"the chat template does not read {name!r} of chat_template_kwargs: "
                         f"{shortened(variables[name])}; write it as a system turn or as `tools`, "
@@ -1151,6 +1151,38 @@ _OF_TEXTS = {"instructions", "instruction", "tools", "system", "prompt"}
 """Words in the names of variables that hold texts or tools, such as SmolLM3's
 ``custom_instructions`` and ``xml_tools``. What they hold must not be lost. Other variables are
 switches."""
+
+
+def _is_written(
+    value: Any, turns: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+) -> bool:
+    """Return whether each text, or each tool, of a variable is also in a turn or in ``tools``.
+
+    ``tools`` are in OpenAI's form. SmolTalk2's ``xml_tools`` is a list of tools as texts of JSON.
+    """
+    entries = value if isinstance(value, list) else [value]
+    texts = [x if isinstance(x, str) else json.dumps(x, ensure_ascii=False) for x in entries]
+    shown = [text_of(turn) for turn in turns]
+    return all(is_said(x, shown) or _is_declared(x, turns, tools) for x in texts)
+
+
+def _is_declared(
+    text: str, turns: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+) -> bool:
+    """Return whether ``text`` is the JSON of tools in ``tools`` or in the system's turn."""
+    try:
+        entries = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    entries = entries if isinstance(entries, list) else [entries]
+    if not entries or not are_tools(entries):
+        return False
+    found = read_tools(entries)
+    if tools is not None and all(tool in tools for tool in found):
+        return True
+    with suppress(BadLineError):  # the system's turn has some of the tools
+        return are_listed(found, turns)
+    return False
 
 
 @lru_cache(maxsize=1024)

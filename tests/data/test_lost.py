@@ -628,6 +628,31 @@ def test_texts_among_the_variables_of_a_template_are_refused_where_it_reads_none
     assert found == documents(SINGLE["messages"])
 
 
+@pytest.mark.parametrize("as_text", [True, False], ids=["texts", "objects"])
+def test_tools_among_the_variables_may_stay_where_they_are_written_as_the_error_says(as_text: bool):
+    """SmolTalk2's ``xml_tools``, which are texts, beside a template that reads ``tools`` alone."""
+    listed = [json.dumps(SCHEMA), json.dumps({"name": "time", "parameters": {"type": "object"}})]
+    value = listed if as_text else [json.loads(each) for each in listed]
+    kwargs = {"chat_template_kwargs": {"xml_tools": value, "enable_thinking": False}}
+    record = {"messages": [USER, ANSWER], **kwargs}
+    says = "does not read 'xml_tools' .*; write it as a system turn or as `tools`, or name"
+    with pytest.raises(BadLineError, match=says):
+        documents(record)
+    tools = [{"type": "function", "function": json.loads(each)} for each in listed]
+    for written in (value, listed, tools):
+        (whole,) = documents({**record, "tools": written})
+        assert whole.text == theirs(USER, ANSWER, tools=tools)
+    for line in ("\n".join(listed), json.dumps(tools, indent=2)):
+        told = {"role": "system", "content": f"You have tools:\n{line}"}
+        (whole,) = documents({**record, "messages": [told, USER, ANSWER]})
+        assert whole.text == theirs(told, USER, ANSWER)
+    with pytest.raises(BadLineError, match=says):  # one of the two is written
+        documents({**record, "tools": tools[:1]})
+    other = {**tools[0]["function"], "description": "Another one"}
+    with pytest.raises(BadLineError, match=says):
+        documents({**record, "tools": [other, tools[1]]})
+
+
 ABOUT = {
     **{"__index_level_0__": 7, "Unnamed: 0": 1, "idx": 3, "model": "gpt-4", "num_tokens": 12},
     **{"domain": "medicine", "title": "Tea", "date": "2024-05-01", "metadata": {"a": "b c"}},
