@@ -47,6 +47,7 @@ from moetrain.data.messages import (
     learning_of,
     parse_json,
     role_of,
+    rows_of,
     shows_pythons_turns,
     turns_in,
     value_in,
@@ -198,7 +199,7 @@ _OF_EXAMPLES = {"example", "examples", "negative", "demonstration", "demonstrati
 """Words in the names of lists of records that only show what is meant."""
 _WHO = {"role", "author", "from", "sender", "speaker", "user"}
 """Words in the names of who said a turn."""
-_WHAT = {"content", "body", "text", "message", "value", "parts"}
+_WHAT = {"content", "body", "text", "message", "value", "parts", "utterance"}
 """Words in the names of what was said in a turn."""
 _ASKING = {"prompt", "question", "query", "instruction", "problem", "user", "input"}
 _OF_WRONG = {
@@ -640,6 +641,7 @@ def remedy_for(
         reads_pairs: True: only pairs are learned.
         reads_labels: True: single answers with a label are learned too, both good and bad ones.
     """
+    record = {key: _as_turns(value) for key, value in record.items()}
     said = (
         (None if reads_pairs else _remedy_for_rounds(record))
         or _remedy_for_steps(record, reads_pairs, reads_labels)
@@ -665,12 +667,21 @@ def remedy_for(
         or _remedy_for_response(record, reads_labels)
         or _remedy_for_records(record)
         or _remedy_for_file(record)
+        or _remedy_for_alternatives(record)
         or (None if _asked(record) else _remedy_for_texts(record))
         or _remedy_for_objects(record)
         or _remedy_for_question(record)
         or _remedy_for_turns(record)
         or _remedy_for_thoughts(record)
     )
+
+
+def _as_turns(value: Any) -> Any:
+    """Return the turns of an object of columns that say who spoke and what was said, such as
+    MultiWOZ's ``speaker`` and ``utterance``. Return any other value unchanged."""
+    names = {word for key in value for word in words_of(key)} if isinstance(value, dict) else set()
+    has_both = not names.isdisjoint(_WHO) and not names.isdisjoint(_WHAT)
+    return (rows_of(value) or value) if has_both else value
 
 
 def _remedy_for_steps(
@@ -937,8 +948,10 @@ def _kept(record: Mapping[str, Any]) -> str:
     """Return the advice on which records to keep, as the beginning of a sentence. Empty: none."""
     judging = _judging(record)
     bad = {key: bad_value_of_flag(key, record[key]) for key in judging}
-    scores = [f"`{key}`" for key in judging if bad[key] is None]
     flags = [f"`{key}` is {str(bad[key]).lower()}" for key in judging if bad[key] is not None]
+    labels = [key for key in judging if bad[key] is None and is_label(record[key])]
+    scores = [f"`{key}`" for key in judging if bad[key] is None and key not in labels]
+    flags += [f"`{key}` says that the answer is a bad one" for key in labels]
     kept = [f"leave out the records whose {' or '.join(flags)}"] if flags else []
     kept += [f"keep the records whose {', '.join(scores)} suffice"] if scores else []
     return "".join(f"{each}, and " for each in kept)
@@ -994,6 +1007,7 @@ def _remedy_for_question(record: Mapping[str, Any]) -> str | None:
             f"write `input` as `instruction`{thought}{_also_asked(record, ['input'], ['output'])}"
         )
     parts = [*(key for key in named if named[key] in PARTS), *choices_of(record)]
+    parts += [subject] if (subject := _subject_of(record, [*named])) else []
     beside = [f"`{key}`" for key in parts if not _is_shown(record[key], record, asked[:1])]
     question = f"`{asked[0]}`" if asked else ""
     question += f" with {' and '.join(beside)}" * bool(beside)
@@ -1035,6 +1049,11 @@ def _remedy_for_question(record: Mapping[str, Any]) -> str | None:
         turns = [key for key in named if is_dialogue(record[key]) and key not in answers]
         if turns and role_of(record[turns[0]][-1]) == "user":  # HelpSteer3's `context`
             return f"write `{turns[0]}` as `prompt` and {said_as_text} as `completion`"
+        if subject := _subject_of(record, others):
+            asking = asking or [key for key in others if not words_of(key).isdisjoint(_OF_TICKETS)]
+            asking = [key for key in asking if key != subject and not describes(key, record[key])]
+            what = f"what is asked, perhaps `{asking[0]}`," if asking else "what is asked"
+            what = f"`{subject}` and {what}"
         if (source := _source_of(answers, record)) and not asking:
             what = f"what is asked with `{source}`"
         kept = _kept({key: value for key, value in record.items() if key not in answers})
@@ -1043,6 +1062,18 @@ def _remedy_for_question(record: Mapping[str, Any]) -> str | None:
             write + _without_thought(record) + _also_thought(record)
         )  # CoT-Collection's rationale
     return None
+
+
+_OF_TICKETS = {"ticket", "mail", "email", "customer", "body", "message", "description"}
+"""Words in the names of fields of tickets and mails, which have a subject."""
+
+
+def _subject_of(record: Mapping[str, Any], texts: Sequence[str]) -> str | None:
+    """Return the field with the subject of a ticket or a mail, a part of what is asked."""
+    if not any(not words_of(key).isdisjoint(_OF_TICKETS) for key in record):
+        return None
+    named = (key for key in texts if words_of(key) <= {"subject", "line"})
+    return next((key for key in named if _is_text(record[key])), None)
 
 
 _SOURCE_OF = {"target": ("source", "source_text", "source_sentence"), "tgt": ("src",)}
@@ -1272,6 +1303,28 @@ def _remedy_for_rounds(record: Mapping[str, Any]) -> str | None:
     )
 
 
+def _remedy_for_alternatives(record: Mapping[str, Any]) -> str | None:
+    """Return the advice for questions, or lists of questions that ask the same, beside their
+    answers: Huatuo-26M's."""
+    asked = [
+        key for key in record if key.lower() in _SEVERAL_QUESTIONS and _texts_in_lists(record[key])
+    ]
+    said = [key for key in record if key.lower() in _SEVERAL and _texts_in_lists(record[key])]
+    if not asked or not said:
+        return None
+    return (
+        f"`{asked[0]}` and `{said[0]}` are lists; write a record for each answer, with it as "
+        f"`output` and a text of `{asked[0]}` that it answers as `instruction`"
+    )
+
+
+def _texts_in_lists(value: object) -> bool:
+    """Return whether a value is a list of texts, or of such lists."""
+    if not isinstance(value, list) or not value:
+        return False
+    return all(_is_text(each) or _are_texts(each) for each in value)
+
+
 def _list_of_texts(key: str, value: object) -> tuple[str, list[str]] | None:
     """Return the place of a list of texts, and the texts. None: the field ``key`` holds none.
 
@@ -1456,9 +1509,75 @@ def _remedy_for_texts(record: Mapping[str, Any]) -> str | None:
         )
         is_long = len(inner) > 1 or (isinstance(value, dict) and are_turns)
         if (are_texts or are_turns) and inner and is_long and key.lower() in _LISTS_OF_TEXTS:
+            first = inner[0] if are_turns else {}
+            numbers = (
+                x for x in first if type(first[x]) is int and not _WHO.isdisjoint(words_of(x))
+            )
+            who = next(numbers, None)
             each = "each with its role"
+            each += f", user or assistant in place of the numbers of `{who}`" * bool(who)
             return f"`{key}` seems to be a dialogue; write its texts as `messages`, {each}"
-    return None
+    return _remedy_for_pairs_of_texts(record)
+
+
+def _remedy_for_pairs_of_texts(record: Mapping[str, Any]) -> str | None:
+    """Return the advice for lists of questions, each in a list with its answer: Indic-Align has one
+    for each language."""
+    names = [
+        key
+        for key, value in record.items()
+        if isinstance(value, list) and value and all(map(_is_pair_of_texts, value))
+    ]
+    if not names or not {"instruction", "prompt"}.isdisjoint(record):
+        return None
+    seem, write = f"`{names[0]}` seems to be a dialogue", "write its texts as `messages`"
+    if len(names) > 1:
+        seem = f"{_all_of(names)} seem to be dialogues"
+        write = "write each as a record of its own, its texts as `messages`"
+    return (
+        f"{seem} of questions, each in a list with its answer; {write}, of user and assistant "
+        + ("in turn")
+    )
+
+
+def _is_pair_of_texts(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(_is_text, value))
+
+
+_OF_CHANGES = {"patch", "diff"}
+_ON_CHANGES = {"msg", "message", "comment", "review", "commit_message"}
+"""Names of a change to a program, and of what is said about it: CodeReviewer's."""
+
+
+def remedy_for_columns(record: Mapping[str, Any]) -> str | None:
+    """Return the advice for a record with texts of unknown names, perhaps in another language.
+
+    None: it has less than two texts of several words that may be a question and its answer.
+    """
+    texts = [key for key in record if _is_wordy(record[key]) and not describes(key, record[key])]
+    if len(texts) < 2:
+        return None
+    change = next((key for key in texts if key.lower() in _OF_CHANGES), None)
+    said = next((key for key in texts if key.lower() in _ON_CHANGES), None)
+    if change and said:
+        others = [key for key in texts if key not in (change, said)]
+        asked = f"`{change}`" + f" with {_all_of(others)}" * bool(others)
+        return f"write {asked} as `instruction` and `{said}` as `output`"
+    if len(texts) == 2:
+        first, second = texts
+        return (
+            f"if `{first}` is what is asked and `{second}` the answer, rename them `instruction` "
+            "and `output`"
+        )
+    return (
+        f"write what is asked as `instruction` and what is learned, {_one_of(texts)}, as `output`"
+    )
+
+
+def _is_wordy(value: object) -> bool:
+    """Return whether a value is a text of several words, or a longer one of a script without
+    spaces."""
+    return _has_words(value) or (isinstance(value, str) and len(value) > 5 and not value.isascii())
 
 
 def _remedy_for_thoughts(record: Mapping[str, Any]) -> str | None:

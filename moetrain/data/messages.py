@@ -178,6 +178,7 @@ def refuse_other_marks(head: bytes, where: str) -> None:
             raise BadLineError(f"{said}; {remedy}, or leave it out")
 
 
+_TURNS_WANTED = 'give a list of turns such as {"role": "user", "content": "..."}'
 _TURNS = re.compile(r"\s*(?:\[\s*)?\{\s*[\"\[\w]")
 """Matches the beginning of a text that may be the JSON of messages."""
 _PYTHONS_TURNS = re.compile(
@@ -248,6 +249,8 @@ def read_messages(
     messages = _with_results_apart(_of_columns(messages))
     if not isinstance(messages, list) or not messages:
         said = f"`{name}` is not a list of turns: {shortened(messages)}"
+        if isinstance(messages, dict) and messages:
+            raise BadLineError(f"{said}; {_TURNS_WANTED}")
         raise BadLineError(f"{said}; give one turn or more")
     if strict:
         _refuse_branches(messages, name)
@@ -341,10 +344,15 @@ def _of_columns(messages: object) -> object:
     """
     if not isinstance(messages, dict) or {"role", "from"}.isdisjoint(messages):
         return messages
-    columns = [*messages.values()]
-    if not all(isinstance(column, list) and len(column) == len(columns[0]) for column in columns):
-        return messages
-    return [dict(zip(messages, turn, strict=True)) for turn in zip(*columns, strict=True)]
+    return rows_of(messages) or messages
+
+
+def rows_of(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the objects of an object of columns, lists of the same length. Empty: it is none."""
+    values = [*columns.values()]
+    if not all(isinstance(column, list) and len(column) == len(values[0]) for column in values):
+        return []
+    return [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)]
 
 
 def _with_results_apart(messages: object) -> object:
@@ -547,6 +555,8 @@ def _read_turn(message: Mapping[str, Any], where: str, has_masks: bool) -> Messa
     if not isinstance(role, str):
         said = f"{where}.role is missing or not text: {shortened(turn)}"
         also = _OF_ITEMS.get(str(turn.get("type")), "")
+        if type(role) is int:  # MultiWOZ's speakers
+            also = ", with user or assistant in place of the number"
         raise BadLineError(f'{said}; give {{"role": ..., "content": ...}}{also}')
     turn["role"] = role
     weight = _read_weight(turn, where, has_masks)

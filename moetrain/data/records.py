@@ -21,7 +21,12 @@ from moetrain.data.chat import ChatTemplate, chosen_turns
 from moetrain.data.containers import OBJECTS
 from moetrain.data.documents import Document
 from moetrain.data.field_names import name_of_dialogue, names_renamed, renamed
-from moetrain.data.known_sets import read_known_set, remedy_for, remedy_for_two
+from moetrain.data.known_sets import (
+    read_known_set,
+    remedy_for,
+    remedy_for_columns,
+    remedy_for_two,
+)
 from moetrain.data.lost import (
     example_of_text,
     order_of_turns,
@@ -292,9 +297,8 @@ class RecordReader:
         """Describe the form that is nearest to ``record``, and the fields that are missing."""
         likeness, form = max((_likeness(self._needed(name), record), name) for name in _FORMS)
         if likeness < _ALIKE:
-            return (
-                "none is near: fill or rename its fields, leave the file out if it holds no records"
-            )
+            remedy = remedy_for_columns(record) or "fill or rename its fields"
+            return f"none is near: {remedy}, leave the file out if it holds no records"
         missing = ", ".join(f"`{key}`" for key in self._needed(form) if record.get(key) is None)
         return f"nearest is {form}, which lacks {missing}: fill or rename its fields"
 

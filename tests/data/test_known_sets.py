@@ -690,6 +690,7 @@ WMT = {
     **{"is_bad_source": False, "source": "Siso's depictions of land, water center new gallery"},
     **{"target": "Sisos Bilder von Land und Wasser", "original_target": "Sisos Bilder"},
 }
+SPOKEN = {"speaker": [0, 1], "utterance": ["q", "a"]}
 TRANSLATED = {"role": "assistant", "content": WMT["target"]}
 ULTRA = {"instruction": "q", "completions": [{"response": "a"}, {"response": "b"}]}
 SAFE = {"prompt": "q", "response_0": "a", "response_1": "b", "safer_response_id": 0}
@@ -1009,7 +1010,8 @@ FOLLOWED = [
     ),
     (
         {"prompt": "q", "response": "a", "adversarial": True, "response_harm_label": "unharmful"},
-        "keep the records whose `response_harm_label` suffice, and write `response` as",
+        "leave out the records whose `response_harm_label` says that the answer is a bad one, and "
+        "write `response` as",
         {"prompt": "q", "completion": "a", "adversarial": True},
         [PLAIN],
     ),
@@ -1248,6 +1250,100 @@ FOLLOWED = [
         "`texts` holds records with `user` and `assistant`; write each of them as a line, with "
         "`user` as `instruction` and `assistant` as `output`, or",
         {"instruction": "q", "output": "a"},
+        [CHAT],
+    ),
+    (  # MultiWOZ's turns, an object of columns
+        {"services": ["hotel"], "turns": {"turn_id": ["0", "1"], **SPOKEN, "frames": [[], []]}},
+        "`turns` seems to be a dialogue; write its texts as `messages`, each with its role, user "
+        "or assistant in place of the numbers of `speaker`, or",
+        {"services": ["hotel"], "messages": DIALOGUE_A},
+        [CHAT],
+    ),
+    (
+        {"dialogue_id": "1", "log": SPOKEN},
+        "if `log` is a dialogue, write its turns as `messages`, each with `role` and `content`",
+        {"messages": {"role": ["user", "assistant"], "content": ["q", "a"]}},
+        [CHAT],
+    ),
+    (
+        {"messages": {"role": [0, 1], "content": ["q", "a"]}},
+        "messages.0..role is .*: {'role': 0, .*}, with user or assistant in place of the number",
+        {"messages": {"role": ["user", "assistant"], "content": ["q", "a"]}},
+        [CHAT],
+    ),
+    (
+        {"messages": SPOKEN},
+        '`messages` is not a list of turns: .*; give a list of turns such as {"role": "user", "con',
+        {"messages": DIALOGUE_A},
+        [CHAT],
+    ),
+    (  # Indic-Align's languages
+        {"id": "3f", "eng_Latn": [["q", "a"]], "hin_Deva": [["प्र", "उ"], ["क", "ख"]]},
+        "`eng_Latn` and `hin_Deva` seem to be dialogues of questions, each in a list with its "
+        "answer; write each as a record of its own, its texts as `messages`, of user and assistant",
+        {"id": "3f", "messages": DIALOGUE_A},
+        [CHAT],
+    ),
+    (
+        {"rounds": [["q", "a"]]},
+        "`rounds` seems to be a dialogue of questions, .*; write its texts as `messages`, of user",
+        {"messages": DIALOGUE_A},
+        [CHAT],
+    ),
+    (  # Huatuo's questions, of which those of an inner list ask the same
+        {"questions": [["q", "Q"]], "answers": ["a"]},
+        "`questions` and `answers` are lists; write a record for each answer, with it as `output` "
+        "and a text of `questions` that it answers as `instruction`",
+        {"instruction": "q", "output": "a"},
+        [CHAT],
+    ),
+    (
+        {"questions": ["q"], "answers": ["a"]},
+        "`questions` and `answers` are lists; write a record for each answer, with it as `output`",
+        {"instruction": "q", "output": "a"},
+        [CHAT],
+    ),
+    (  # CodeReviewer's
+        {"oldf": "int x = 0;", "patch": "+int x{0};", "msg": "Why braces here?", "id": 1, "y": 1},
+        "none is near: write `patch` with `oldf` as `instruction` and `msg` as `output`, leave",
+        {"instruction": "int x = 0;\n+int x{0};", "output": "a", "id": 1, "y": 1},
+        [theirs([{**USER, "content": "int x = 0;\n+int x{0};"}, ANSWER])],
+    ),
+    (  # questions and answers of a helpdesk, in German
+        {"Frage": "Wie kündige ich?", "Antwort": "Per E-Mail.", "Kategorie": "Vertrag"},
+        "none is near: if `Frage` is what is asked and `Antwort` the answer, rename them `instruct",
+        {"instruction": "q", "output": "a", "Kategorie": "Vertrag"},
+        [CHAT],
+    ),
+    (
+        {"质问": "如何取消我的合同", "回答": "请写电子邮件。"},
+        "none is near: if `质问` is what is asked and `回答` the answer, rename them",
+        {"instruction": "q", "output": "a"},
+        [CHAT],
+    ),
+    (
+        {"one": "the first text", "two": "the second text", "three": "the third text"},
+        "none is near: write what is asked as `instruction` and what is learned, one of `one` and",
+        {"instruction": "q", "output": "a"},
+        [CHAT],
+    ),
+    (  # tickets, as helpdesks export them
+        {"Ticket ID": 1, "Subject": "Login", "Customer message": "q", "Agent reply": "a"},
+        "; write `Subject` and what is asked, perhaps `Customer message`, as `instruction` and "
+        "`Agent reply` as `output`, or",
+        {"Ticket ID": 1, "instruction": "Login\n\nq", "output": "a"},
+        [theirs([{**USER, "content": "Login\n\nq"}, ANSWER])],
+    ),
+    (
+        {"Ticket ID": 1, "Subject": "Login", "Question": "q", "Reply": "a"},
+        "; write `Question` with `Subject` as `instruction` and `Reply` as `output`, or",
+        {"Ticket ID": 1, "instruction": "Login\n\nq", "output": "a"},
+        [theirs([{**USER, "content": "Login\n\nq"}, ANSWER])],
+    ),
+    (  # a subject that is taught, and none of a ticket
+        {"subject": "law", "problem": "q", "reply": "a"},
+        "; write `problem` as `instruction` and `reply` as `output`, or",
+        {"subject": "law", "instruction": "q", "output": "a"},
         [CHAT],
     ),
     (  # WMT24++'s columns. Its card asks to leave out the bad sources.

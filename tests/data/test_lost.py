@@ -1262,11 +1262,11 @@ def test_a_remedy_names_the_verdict_and_no_number_of_anything_else():
     """Records of Prodigy, and of Label Studio (JSON-MIN)."""
     asked = {"prompt": "What?", "response": "It"}
     rated = {"rating": [{"rating": 4}], "id": 1, "annotator": 1, "lead_time": 2.1}
-    for beside, name in ((PRODIGYS | {"answer": "accept"}, "answer"), (rated, "rating")):
-        with pytest.raises(
-            BadLineError, match=f"; keep the records whose `{name}` suffice, and wr"
-        ):
-            documents({**asked, **beside})
+    says = "; leave out the records whose `answer` says that the answer is a bad one, and write"
+    with pytest.raises(BadLineError, match=says):
+        documents({**asked, **PRODIGYS, "answer": "accept"})
+    with pytest.raises(BadLineError, match="; keep the records whose `rating` suffice, and wr"):
+        documents({**asked, **rated})
     with pytest.raises(BadLineError, match="; write `response` as `completion`"):
         documents({**asked, **PRODIGYS})
 
