@@ -7,10 +7,15 @@ that is an expression as a whole is therefore read as if it were boxed::
     3\sqrt{2}            3 sqrt(2)        [2,5)       the interval      1,2,3      the set
     10 apples\n#### 10   10               So $x=2$.   x = 2             proof      no value
 
-An answer of a policy is only read so if it has a LaTeX command. Others (``**7**``) are text.
+Of a policy's text only the final answer counts (:mod:`moetrain.rl.envs.final_answers`). It is read
+as an expression if it has a LaTeX command, or a digit in which math-verify finds nothing, as in
+``(12)``. Others (``**7**``) are text.
 
 math-verify finds a letter only in a box. If the right answer is a capital letter, the letter that
-the policy's text names is compared (:mod:`moetrain.rl.envs.letters`).
+the policy's text names is compared (:mod:`moetrain.rl.envs.letters`). Words (``True``,
+``\text{Evelyn}``) are compared as such, without regard to case, as math-verify compares ``\text``.
+They must be all of the answer, all of a box, or the rest of the line behind "answer is" or
+"answer:", as lm-evaluation-harness (BBH) and verl (DAPO) find them.
 """
 
 import logging
@@ -19,6 +24,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+from moetrain.rl.envs.final_answers import final_answer, readable
 from moetrain.rl.envs.letters import letter_alone, letter_of
 
 _MARKS = re.compile(r"\$|\\boxed|\\\(|\\\[|####|<<|\S\s*\n\s*\S")
@@ -28,13 +34,20 @@ _WORD = re.compile(
     r"(?!(?:sin|cos|tan|cot|sec|csc|log|exp|max|min|mod|sqrt|inf|gcd|lcm)\b)[A-Za-z]{3,}"
 )
 """A word that is no name of a function."""
+_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+_BOX = re.compile(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
+_ANSWER_IS = re.compile(r"\banswer\b[*_\s]*(?:is\b\s*:?|:)(.*)", re.I)
+_WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s,'\u2019-]+[^\W\d_]+)*")
+_DIGIT = re.compile(r"\d")
+_MOST_TYPED = 200
+"""Most characters of an expression without LaTeX that math-verify does not find."""
 
 
 class MathReward:
     """Scores 1 if an answer has the value of the line's ``answer``, else 0.
 
     math-verify understands LaTeX, and different ways to write a number. The same text as the
-    ``answer`` scores 1 too, and so does a text that names its letter, if it is a letter.
+    ``answer`` scores 1 too, and so does a text that names its letter or its words.
     """
 
     def __init__(self, library: ModuleType) -> None:
@@ -46,14 +59,18 @@ class MathReward:
         self._verify = partial(library.verify, timeout_seconds=None)
 
     def __call__(self, line: dict[str, Any], answer: str) -> float:
-        right = str(line["answer"])
-        if answer.strip() == right.strip():
+        right, final = str(line["answer"]), final_answer(answer)
+        if right.strip() in (answer.strip(), final.strip()):
             return 1.0
         letter = letter_alone(right)
         if letter and (named := letter_of(answer)):
             return float(named == letter)
-        is_latex = "\\" in answer
-        given = self.values(answer) if is_latex else self._parse(answer)
+        final = readable(final)
+        if (words := _words(right)) and words == _words(_said(final)):
+            return 1.0
+        given = self.values(final) if "\\" in final else self._parse(final)
+        if not given and len(final) <= _MOST_TYPED and _DIGIT.search(final):
+            given = self.values(final)
         return float(self._verify(self.values(right), given))
 
     def values(self, text: str) -> list[Any]:
@@ -69,3 +86,17 @@ def _is_expression(text: str) -> bool:
     """Return whether the whole ``text`` seems to be one expression, in LaTeX or as one types it."""
     has_words = _WORD.search(_COMMANDS.sub(" ", text)) is not None
     return not has_words and _MARKS.search(text.strip()) is None
+
+
+def _said(text: str) -> str:
+    """Return what ``text`` has in its last box, else behind its last "answer is", else all."""
+    for pattern in (_BOX, _ANSWER_IS):
+        if found := pattern.findall(text):
+            return found[-1]
+    return text
+
+
+def _words(text: str) -> str | None:
+    """Return the words that ``text`` is, in lower case, without marks. None: it is no words."""
+    plain = " ".join(_TEXT.sub(r" \1 ", text).strip(" \t\r\n*_$.!").split())
+    return plain.casefold() if _WORDS.fullmatch(plain) else None

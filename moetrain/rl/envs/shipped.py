@@ -288,8 +288,9 @@ class Jsonl(TextEnvironment):
             values = self.reward.values
             odd = [i for i, x in enumerate(answers) if is_packed(x) or not values(x)]
             said = "no value that rl.reward math finds"
-            remedy = "only the same text earns 1 for them: leave such prompts out, write values in "
-            remedy += "LaTeX, or set rl.reward exact to compare all answers as texts"
+            remedy = "only the same text earns 1 for them, and words in a box, in <answer> tags or "
+            remedy += "behind 'The answer is': leave prompts without a final answer out, write "
+            remedy += "values in LaTeX, or set rl.reward exact to compare all answers as texts"
             if odd and is_packed(answers[odd[0]]):
                 remedy = "write the value out of the JSON as `answer`, or leave such prompts out"
         else:

@@ -1,0 +1,233 @@
+# ruff: noqa: RUF001  full-width characters are what is tested
+"""The final answer of a text: what a reader takes each text to say, and what libraries find."""
+
+import random
+
+import pytest
+
+from moetrain.rl.envs.final_answers import final_answer, readable
+from moetrain.rl.envs.letters import letter_of
+from moetrain.rl.envs.mathematics import MathReward
+
+FORMS_OF_NUMBERS = [
+    "<answer>{}</answer>",
+    "<answer>\n{}\n</answer>",
+    "<think>So 3, or 5.</think><answer>{}</answer>",
+    "<think>\\boxed{{3}}?</think>\n\n<answer>It is {}.</answer> Check: 5",
+    "<answer>${}$</answer>",
+    "<answer>\\boxed{{{}}}</answer>",
+    "<ANSWER>{}</ANSWER>",
+    "<answer>{}",  # `</answer>` is the stop text
+    "{}</answer>",  # `<answer>` ends the prompt
+    "<answer>5</answer> No: <answer>{}</answer>",
+    "<answer></answer> It is {}",
+    "<think>3</think> The answer is {}.",
+    "<think>The answer is {}.</think>",
+    "<final_answer>{}</final_answer>",
+    "<b>{}</b>",
+    "So it is <strong><i>{}</i></strong>.",
+    "Answer:{}",
+    "**Answer:{}**",
+    "3 + 4 = 7. Answer:{}",
+    "`{}`",
+    "So it is `{}`.",
+    '"{}"',
+    "“{}”",
+    "'{}'",
+    "({})",
+    "So it is ({}).",
+    "[{}]",
+    "*{}*",
+    "_{}_",
+    "**{}**",
+    "####{}",
+    "3 + 4 = 7\n####{}",
+    "So →{}",
+    "答案是{}",
+    "答案是{}。",
+    "答案：{}",
+    "答案：{}。",
+    "首先 3 + 4 = 7，所以答案是{}，因为有 3 个。",
+    "答案为**{}**",
+    "答案是${}$，共 3 个。",
+    "所以一共有{}个苹果。",
+    "答えは{}です。",
+    "정답은 {}입니다.",
+    "정답은{}",
+    "คำตอบคือ{}",
+    '{{"answer": {}}}',
+    '{{"answer": "{}"}}',
+]
+FORMS_OF_LETTERS = [
+    "<answer>{}</answer>",
+    "<answer>({})</answer>",
+    "<answer>\n{}\n</answer>",
+    "<think>So B, or (D).</think><answer>{}</answer>",
+    "<answer>The answer is {}.</answer> Not E.",
+    "<answer>\\boxed{{{}}}</answer>",
+    "<answer>{}",
+    "{}</answer>",
+    "<b>{}</b>",
+    "`{}`",
+    "答案是{}",
+    "答案是 {}",
+    "答案是{}。",
+    "答案：{}",
+    "答案为({})",
+    "正确答案是({})",
+    "正确答案是**{}**，因为 D 太大。",
+    "正确的选项是{}。",
+    "故选{}。",
+    "故选：{}",
+    "因此选择{}。",
+    "所以应选（{}）。",
+    "答えは{}です。",
+    "정답은 {}입니다.",
+    "La respuesta es {}.",
+    "La respuesta correcta es la opción {}, porque sí.",
+    "Die Antwort ist {}",
+    "Die richtige Antwort ist {}, weil es passt.",
+    "La réponse est {}, car oui.",
+    "La risposta corretta è {}.",
+    "A resposta é ({}), pois sim.",
+    "Ответ: {}",
+]
+
+
+@pytest.fixture(scope="module")
+def reward():
+    return MathReward(pytest.importorskip("math_verify"))
+
+
+@pytest.mark.parametrize("form", FORMS_OF_NUMBERS)
+def test_a_number_earns_its_reward_in_each_form_and_no_other_does(reward, form):
+    """The number alone is right. Others, of random digits too, are wrong in the same form."""
+    drawn = random.Random(form)
+    for right in ("12", "-4", "0.5"):
+        assert reward({"answer": right}, form.format(right)) == 1
+        wrong = {str(drawn.randint(-2000, 2000)) for _ in range(3)} - {right}
+        for other in (*wrong, f"{right}1", f"1{right.strip('-')}", "1,024", "3", "7"):
+            assert reward({"answer": right}, form.format(other)) == 0, other
+
+
+@pytest.mark.parametrize("form", FORMS_OF_LETTERS)
+def test_a_letter_earns_its_reward_in_each_form_and_no_other_does(reward, form):
+    for right in "ACJ":
+        for said in "ABCDEJ":
+            assert letter_of(form.format(said)) == said
+            assert reward({"answer": right}, form.format(said)) == (said == right)
+
+
+@pytest.mark.parametrize(
+    ("right", "text", "expected"),
+    [
+        # What stands in thoughts, or before the tags, is no answer.
+        ("3", "<think>3</think><answer>12</answer>", 0),
+        ("3", r"<think>\boxed{3}</think>It is 12.", 0),
+        ("12", "It is 12. <answer>13</answer>", 0),
+        ("12", "<answer>12</answer><answer>13</answer>", 0),
+        ("12", "<think>12</think> I do not know.", 0),
+        ("A", "<think>A</think><answer>B</answer>", 0),
+        # Spaces do not split what belongs together.
+        ("12", "x>12", 0),
+        ("12", "5:12", 0),
+        ("12", "12:30", 1),  # as math-verify reads it
+        ("12", "x_12_", 0),
+        ("24", "2 *3* 4", 1),  # a product
+        ("3", "2 *3* 4", 0),
+        ("10", "2<sup>10</sup>", 0),
+        ("3", "答案是3万", 0),
+        ("12", "答案不是12", 1),  # as math-verify reads "not 12": a number, with no statement
+        ("36", "It is 3 * (12)", 1),
+        ("12", "It is 3 * (12)", 0),
+        ("14", "(3+4)*2", 1),
+        ("12", "f(12)", 0),
+        ("12", "(12, 13)", 0),
+        ("(12, 13)", "<answer>(12, 13)</answer>", 1),
+        (r"\frac{1}{2}", r"<answer>\frac{1}{2}</answer>", 1),
+        ("[2,5)", r"<answer>$[2,5)$</answer>", 1),
+        ("12", "１２", 1),
+        ("12", "x＝12", 1),
+        ("-12", "It is \u221212.", 1),
+        ("12", "It is \u221212.", 0),
+        ("7", "x\u00b2 = 7", 1),
+        # Several letters are none.
+        *(("A", text, 0) for text in (r"\boxed{A, B, C, D}", r"\boxed{A, B}", "A and B")),
+        *(("B", text, 0) for text in (r"\boxed{A, B, C, D}", r"\boxed{A, B}", "A and B")),
+        *(("A", f"The answer is {text}", 0) for text in ("A, B, C or D", "A or B", "(A), (B)")),
+        *(("D", f"The answer is {text}", 0) for text in ("A, B, C or D", "A or D", "A/D")),
+        ("A", "Either A or B is correct.", 0),
+        ("B", "Either A or B is correct.", 0),
+        ("A", "答案是A、B", 0),
+        ("B", "答案是A或B", 0),
+        ("A", "<answer>A, B</answer>", 0),
+        ("A", "La respuesta es A o B.", 0),
+        # But sentences about other letters are no list.
+        ("B", "The answer is B, A is too small.", 1),
+        ("B", "The answer is B, and A is wrong.", 1),
+        ("B", "The answer is B, and A doubles it.", 1),
+        ("B", "A, C and D are wrong. The answer is B.", 1),
+        ("A", r"\boxed{A}, \boxed{A}", 1),
+        # What is denied does not count.
+        ("A", "答案不是A", 0),
+        ("A", "不应选A", 0),
+        ("A", "故选A错误", 0),
+        ("A", "La respuesta no es A.", 0),
+        ("A", "La respuesta no es A, sino B.", 0),
+        ("A", "Die Antwort ist nicht A.", 0),
+        ("A", "La réponse n'est pas A.", 0),
+        ("A", "La risposta non è A, ma B.", 0),
+        ("A", "A resposta não é A.", 0),
+        ("C", "维生素C", 0),
+        ("A", "a", 0),
+        # Words: alone, in a box or tags, and behind "answer is".
+        *(("True", text, 1) for text in ("True", "true.", "**True**", r"\boxed{True}")),
+        *(("True", f"<answer>{text}</answer>", 1) for text in ("True", "\nTrue\n", '"True"')),
+        *(("True", text, 1) for text in ("The answer is True.", "So.\nAnswer: **True**")),
+        *(("True", text, 0) for text in ("False", r"\boxed{False}", "<answer>False</answer>")),
+        *(("True", f"The answer is {text}.", 0) for text in ("False", "not True", "True or False")),
+        ("True", r"True? No: \boxed{False}", 0),
+        ("True", "It is True.", 0),
+        ("yes", r"\boxed{\text{Yes}}", 1),
+        ("yes", r"\boxed{\text{No}}", 0),
+        (r"\text{Evelyn}", "The answer is Evelyn.", 1),
+        (r"\text{Evelyn}", "<think>Bob?</think><answer>Evelyn</answer>", 1),
+        (r"\text{Evelyn}", r"\boxed{\text{Bob}}", 0),
+        (r"\text{Evelyn}", "The answer is Bob, not Evelyn.", 0),
+        ("New York", r"\boxed{\text{New  York}}", 1),
+        ("New York", "York", 0),
+        ("proof", "no proof", 0),
+    ],
+)
+def test_rewards_are_those_that_a_reader_gives(reward, right, text, expected):
+    assert reward({"answer": right}, text) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "It is 12.",
+        "So 3 + 4 = 7, and 5.",
+        "Answer: -12, of 3",
+        r"$x_1 = \frac{1}{2}$",
+        r"\boxed{f(12)}",
+        r"$[2,5)$",
+        "He has 48/2 = <<48/2=24>>24.\n#### 72",
+        "The final answer is 1,024. I hope it is correct.",
+        "3 < 4 and 5 > 2",
+        "Ratio 3:4, at 12:30",
+        r"\int_0^{12} x'(t) dt = 3 * (4 + 1)",
+    ],
+)
+def test_what_math_verify_reads_is_read_alike(text):
+    """math-verify is the judge of texts that it can read."""
+    parse = pytest.importorskip("math_verify").parse
+    assert parse(readable(final_answer(text))) == parse(text)
+
+
+def test_long_texts_are_read_in_time(reward):
+    """A policy may repeat itself without end."""
+    for part in ("<answer>", "A, ", "`12` ", r"\boxed{", "答案是A ", "<b>", "*1", "答案是1"):
+        readable(final_answer(part * 20_000))
+        letter_of(part * 20_000)
