@@ -7,6 +7,11 @@ A line's ``answer`` is its tests, such as ``assert add(3, 4) == 7``: a text, a l
 text of such a list's JSON. Tests may also be a function ``check(candidate)`` beside the line's
 ``entry_point`` (HumanEval), functions ``test_...`` without arguments (pytest), or subclasses of
 ``unittest.TestCase``; these are called. ``from solution import add`` (KodCode) finds the program.
+What the tests need, in the line's ``test_setup_code`` or ``test_imports`` (MBPP), runs before them.
+
+If the prompt ends with a function that has no more than a docstring (HumanEval), an answer may go
+on with its body, as a base model does, or define the function again, as a chat does. The imports
+and the other functions of the prompt are there for both.
 
 The available guarantees depend on the machine. ``python code_reward.py`` prints those of this one:
 
@@ -52,7 +57,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeGuard
 
 _SECONDS = 10
 _MEMORY = 1 << 30
@@ -63,6 +68,15 @@ _FILE, _FOLDER, _OPEN_FILES = 1 << 20, 64 << 20, 64
 _USES = ("uid", "namespaces", "group")
 """The means of isolation, each used if the machine has it. Tests leave some out."""
 _PYTHON = ("", "py", "python", "python3")
+_NO_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError, IndexError)
+"""Errors of ``ast.parse`` for a text, and of an empty one."""
+_SETUPS = ("test_imports", "test_setup_code", "test_setup", "setup_code")
+"""Fields of a line with what its tests need: MBPP's, and names like them."""
+_PROMPTS = ("prompt", "messages", "conversations")
+_START = re.compile(r"^(?:(?:from|import|def|async|class)\b|@|[A-Z_]+ *=)", re.MULTILINE)
+"""Matches the first line of what may be Python in a prompt."""
+_STARTS = 32
+"""Most such lines that are tried."""
 
 
 def score_code(line: dict[str, Any], answer: str) -> float:
@@ -75,15 +89,23 @@ def score_code(line: dict[str, Any], answer: str) -> float:
         RuntimeError: programs cannot be run here, not even one that does nothing.
         ValueError: the tests cannot be run, or a program that is empty passes them.
     """
-    tests = _runnable(line)
-    if _is_passed_by_nothing(tests):
-        raise ValueError(
-            f"answer has tests that an empty program passes: {tests[:80]!r}; write tests such as "
-            "assert add(3, 4) == 7 (from inputs and outputs: a call and its result)"
-        )
-    found = re.findall(r"```([^\n`]*)\n(.*?)```", answer, re.DOTALL)
-    blocks = [code for kind, code in found if kind.strip().lower() in _PYTHON]
-    return float(_passes(blocks[-1] if blocks else answer, tests))
+    tests, setup = _runnable(line), _setup_of(line)
+    begun = _begun_in(_prompt_of(line))
+    for before in dict.fromkeys(("", f"{setup}\n")):
+        if _is_passed_by_nothing(begun.stub if begun else "", before + tests):
+            raise ValueError(
+                f"answer has tests that an empty program passes: {tests[:80]!r}; write tests such "
+                "as assert add(3, 4) == 7 (from inputs and outputs: a call and its result)"
+            )
+    program = next(reversed(_blocks(answer)), answer)
+    program = begun.finished_by(program) if begun else program
+    return float(_passes(program, f"{setup}\n{tests}"))
+
+
+def _blocks(text: str) -> list[str]:
+    """Return the blocks of Python between ``` marks."""
+    found = re.findall(r"```([^\n`]*)\n(.*?)```", text, re.DOTALL)
+    return [code for kind, code in found if kind.strip().lower() in _PYTHON]
 
 
 def _passes(program: str, tests: str) -> bool:
@@ -96,9 +118,95 @@ def _passes(program: str, tests: str) -> bool:
 
 
 @lru_cache(maxsize=1 << 14)
-def _is_passed_by_nothing(tests: str) -> bool:
-    """Return True if a program that defines nothing passes the tests."""
-    return _passes("pass", tests)
+def _is_passed_by_nothing(stub: str, tests: str) -> bool:
+    """Return True if the prompt's own code, or a program that defines nothing, passes the tests."""
+    return _passes(stub or "pass", tests)
+
+
+class _Begun(NamedTuple):
+    """A program that a prompt begins: its last function has no more than a docstring."""
+
+    text: str
+    """The program as the prompt has it."""
+    stub: str
+    """The same as Python that can be run: the last function returns None."""
+    name: str
+    """The function or class that is not finished."""
+
+    def finished_by(self, program: str) -> str:
+        """Return a program that defines ``name`` itself, or goes on with its body, behind the
+        prompt's. Answers are not parsed here: they may be made to crash Python."""
+        names = rf"^(?:(?:async\s+)?def|class)\s+{self.name}\b|^{self.name}\s*="
+        last = self.text.rpartition("\n")[2]
+        is_within_line = last.isspace() or last.rstrip().endswith(":")
+        is_indented = program.lstrip("\n")[:1] in (" ", "\t")
+        if re.search(names, program, re.MULTILINE) or not (is_indented or is_within_line):
+            future = r"^from __future__ import .*$"
+            first = re.findall(future, program, re.MULTILINE)
+            rest = re.sub(future, "", program, flags=re.MULTILINE)
+            return "\n".join([*first, self.stub, "", rest])
+        if last.isspace() and is_indented:
+            return self.text[: -len(last)] + program
+        is_cut = bool(last) and not is_within_line and not program.startswith("\n")
+        return self.text + "\n" * is_cut + program
+
+
+def _prompt_of(line: dict[str, Any]) -> str:
+    """Return the text of the line's prompt, or of the last turn in it. Empty: it is no text."""
+    given = next((line[key] for key in _PROMPTS if line.get(key)), "")
+    turn = given[-1] if isinstance(given, list) and given else given
+    text = turn.get("content", turn.get("value")) if isinstance(turn, dict) else turn
+    return text if isinstance(text, str) else ""
+
+
+@lru_cache(maxsize=1 << 14)
+def _begun_in(prompt: str) -> _Begun | None:
+    """Return the program that a prompt begins: its last block, or the lines at its end."""
+    starts = [found.start() for found in _START.finditer(prompt)][:_STARTS]
+    for text in (*_blocks(prompt)[-1:], *(prompt[start:] for start in starts)):
+        for stub in (text, f"{text.rstrip()} pass"):
+            with suppress(*_NO_PYTHON):
+                last = ast.parse(stub).body[-1]
+                if _is_unfinished(last):
+                    return _Begun(text, stub, last.name)
+    return None
+
+
+def _is_unfinished(node: ast.stmt) -> TypeGuard[ast.FunctionDef | ast.ClassDef]:
+    """Return True for a function with no more than a docstring, or a class that ends with one."""
+    if isinstance(node, ast.ClassDef):
+        return _is_unfinished(node.body[-1])
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and all(
+        isinstance(inner, ast.Pass)
+        or (isinstance(inner, ast.Expr) and isinstance(inner.value, ast.Constant))
+        for inner in node.body
+    )
+
+
+def _setup_of(line: dict[str, Any]) -> str:
+    """Return what the tests need, as a program.
+
+    Raises ValueError: it is no Python.
+    """
+    texts = []
+    for key in _SETUPS:
+        text = _text_of(line.get(key))
+        try:
+            ast.parse(text or "")
+        except _NO_PYTHON as error:
+            problem = f"{key} is no Python: {' '.join(str(error).split())}"
+            raise ValueError(f"{problem}; write what runs before the tests there") from None
+        texts += [text] if text else []
+    return "\n".join(texts)
+
+
+def _text_of(given: object) -> str | None:
+    """Return a text, or the lines of a list or of the JSON of one. None: it is another value."""
+    if isinstance(given, str) and given.lstrip().startswith("["):
+        with suppress(ValueError):
+            given = json.loads(given)
+    text = "\n".join(map(str, given)) if isinstance(given, list) else given
+    return text if isinstance(text, str) else None
 
 
 def _runnable(line: dict[str, Any]) -> str:
@@ -106,16 +214,14 @@ def _runnable(line: dict[str, Any]) -> str:
 
     Raises ValueError: there are none, or their form is not one that the module's docstring names.
     """
-    given = line.get("answer")
-    if isinstance(given, str) and given.lstrip().startswith("["):
-        with suppress(ValueError):
-            given = json.loads(given)
-    text = "\n".join(map(str, given)) if isinstance(given, list) else given
-    if not isinstance(text, str) or not text.strip():
-        raise ValueError(f"answer is {_shown(given)}; write the tests there, as Python")
+    text = _text_of(line.get("answer"))
+    if text is None or not text.strip():
+        raise ValueError(
+            f"answer is {_shown(line.get('answer'))}; write the tests there, as Python"
+        )
     try:
         tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+    except _NO_PYTHON as error:
         problem = f"answer has tests that are no Python: {' '.join(str(error).split())}"
         raise ValueError(f"{problem}; write tests such as assert add(3, 4) == 7") from None
     body = [node for node in tree.body if not _is_start_of_tests(node)]

@@ -72,6 +72,135 @@ def test_forms_of_public_sets_are_called(line):
     assert score_code(line, "") == 0
 
 
+TREE = {  # MBPP's full part has such a `test_setup_code`
+    "prompt": "Find the height of a binary tree of Nodes.",
+    "test_setup_code": "class Node:\r\n  def __init__(self, left=None):\r\n    self.left = left\r\n"
+    "root = Node(Node())",
+    "answer": ["assert height(root) == 2"],
+}
+SPHERE = {  # and its sanitized part such `test_imports`
+    "prompt": "Write a function for the area of a circle.",
+    "test_imports": ["import math"],
+    "answer": ["assert math.isclose(area(2), 4 * math.pi)"],
+}
+
+
+@pytest.mark.parametrize(
+    ("line", "right", "wrong"),
+    [
+        (TREE, "def height(n): return 1 + height(n.left) if n else 0", "def height(n): return 1"),
+        (SPHERE, "def area(r): return 3.141592653589793 * r * r", "def area(r): return 3 * r * r"),
+        (
+            {**SPHERE, "test_imports": '["import math"]', "test_setup_code": ""},
+            "def area(r): return 3.141592653589793 * r * r",
+            "def area(r): return 3 * r * r",
+        ),
+    ],
+)
+def test_what_the_tests_need_runs_before_them(line, right, wrong):
+    assert score_code(line, right) == 1
+    assert score_code(line, wrong) == 0
+    assert score_code(line, "") == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ({**SPHERE, "test_imports": ["import math as"]}, "^test_imports is no Python: .*; write "),
+        ({**SPHERE, "answer": ["pass"]}, "an empty program passes"),
+        ({**TREE, "answer": ["assert root.left"]}, "an empty program passes"),
+        ({**TREE, "test_setup_code": "height(3)", "answer": ["3"]}, "an empty program passes"),
+    ],
+)
+def test_a_setup_that_is_no_python_or_alone_passes_is_an_error(line, problem):
+    with pytest.raises(ValueError, match=problem):
+        score_code(line, "def height(n): return 1")
+
+
+SUMS = {  # The form of HumanEval: helpers, imports, and a function with its docstring
+    "prompt": "from typing import List\n\nSTEP = 2\n\ndef twice(x):\n    return STEP * x\n\n\n"
+    'def total(xs: List[int]) -> int:\n    """Double, add.\n    >>> total([1])\n    2\n    """\n',
+    "entry_point": "total",
+    "answer": "\n\nMETADATA = {'author': 'x'}\n\n\ndef check(candidate):\n"
+    "    assert candidate([1, 2]) == 6\n    assert candidate([]) == 0\n    assert twice(3) == 6\n",
+}
+BODY = "    return sum(twice(x) for x in xs)\n"
+WHOLE = "def total(xs: List[int]) -> int:\n" + BODY
+ASKED = "Complete this function, from the list of numbers:\n\n"
+
+
+@pytest.mark.tier("long", quick=["plain-body", "block-whole", "messages-future", "asked-body"])
+@pytest.mark.parametrize(
+    "right",
+    [BODY, f"\n{BODY}", WHOLE, f"from __future__ import annotations\n{WHOLE}"],
+    ids=["body", "line", "whole", "future"],
+)
+@pytest.mark.parametrize(
+    "shown",
+    [
+        {"prompt": SUMS["prompt"]},
+        {"prompt": SUMS["prompt"].rstrip()},
+        {"prompt": SUMS["prompt"] + "    "},
+        {"prompt": ASKED + SUMS["prompt"]},
+        {"prompt": f"{ASKED}```python\n{SUMS['prompt']}```\nOnly code, please."},
+        {"messages": [{"role": "user", "content": f"{ASKED}```python\n{SUMS['prompt']}```"}]},
+        {"conversations": [{"from": "human", "value": ASKED + SUMS["prompt"]}]},
+    ],
+    ids=["plain", "no line end", "indented", "asked", "block", "messages", "ShareGPT"],
+)
+def test_a_prompt_that_begins_the_program_is_joined(shown, right):
+    """OpenAI's human-eval executes prompt + completion + test + check(entry_point)."""
+    line = {**{key: SUMS[key] for key in ("entry_point", "answer")}, **shown}
+    for said in (right, f"Like so:\n```python\n{right}```\nDone."):
+        assert score_code(line, said) == 1, said
+        assert score_code(line, said.replace("twice(x)", "x")) == 0
+    assert score_code(line, "") == 0
+    if right.strip() == BODY.strip():
+        exec(f"{SUMS['prompt']}{right}{SUMS['answer']}\ncheck(total)", {})
+        assert score_code(line, SUMS["prompt"] + right) == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "right"),
+    [
+        ("def sq(x):", " return x * x"),
+        ("def sq(x):\n", "    return x * x"),
+        ("def sq(x): ", "return x * x"),
+        ("def sq(x):\n    ...\n", "    return x * x"),
+        ("class Solution:\n    def sq(self, x):\n        ", "return x * x\nsq = Solution().sq"),
+        ("class Solution:\n    def sq(self, x):\n", "        return x * x\nsq = Solution().sq"),
+        ("Answer with this form:\ndef solve(x):\n    pass", "def sq(x):\n    return x * x"),
+        ("def sq(x):\n    pass", "sq = lambda x: x * x"),
+    ],
+)
+def test_a_function_that_is_not_finished_is_joined(prompt, right):
+    line = {"prompt": prompt, "answer": "assert sq(3) == 9"}
+    assert score_code(line, right) == 1
+    assert score_code(line, right.replace("*", "+")) == 0
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "Make this faster:\n```python\ndef sq(x):\n    return x * x\n```",
+        "def sq(x):\n    return x * x\n",
+        "import math\nWrite sq.",
+    ],
+)
+def test_a_finished_program_of_the_prompt_is_no_answer(prompt):
+    """An answer without a program would pass the tests by that of the prompt."""
+    line = {"prompt": prompt, "answer": "assert sq(3) == 9"}
+    assert score_code(line, "") == 0
+    assert score_code(line, "x = 3") == 0
+    assert score_code(line, "def sq(x):\n    return x * x") == 1
+
+
+def test_tests_that_an_unfinished_function_passes_are_an_error():
+    line = {"prompt": "def find(x):\n    pass\n", "answer": "assert find(3) is None"}
+    with pytest.raises(ValueError, match="an empty program passes"):
+        score_code(line, "def find(x): pass")
+
+
 def test_a_list_of_tests_is_run_whole():
     """MBPP's ``test_list`` and AceCode's ``test_cases`` are lists of texts."""
     tests = {"answer": ["assert add(3, 4) == 7", "assert add(1, 1) == 2"]}
