@@ -7,8 +7,11 @@ Therefore such fields are warned of, and never refused.
 Left out on purpose: reading these fields, since a prompt in words has to say what they are.
 """
 
+import ast
+import builtins
 import json
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -60,6 +63,9 @@ _DECLARED = re.compile(
 _OF_NAMES = {"fn", "func", "function", "method", "entry"}
 """Words beside "name" or "point" in the names of fields that name what tests call: ``fn_name`` of
 APPS, ``func_name`` of LiveCodeBench, ``entry_point`` of HumanEval."""
+_OF_TESTS = {"test", "tests"}
+"""Words in the names of fields with tests, or with what these need: MBPP's ``test_list`` and
+``test_setup_code``."""
 _MOST_JSON = 1 << 18
 """Most characters of a text whose JSON is read. Tests of a program may have many more."""
 
@@ -71,8 +77,8 @@ class Hidden(NamedTuple):
     """The field, with a dot before a field within it."""
     text: str
     """The first text of it that is not shown."""
-    why: str
-    """What it may be, as the end of a sentence."""
+    said: str
+    """What is not shown: the field, and what it may be."""
     remedy: str
     """What to write."""
 
@@ -100,20 +106,85 @@ def hidden_parts(line: Mapping[str, Any], shown: Sequence[str]) -> Iterator[Hidd
             # AceCode's `context_messages` are the prompt in other words around it.
             is_around = any(is_said(each, [text]) for text in lost for each in shown)
             if lost and not is_around:
-                why = "which may be a part of the question"
-                yield Hidden(key, max(lost, key=len), why, _WRITE)
+                said = f"`{key}`, which may be a part of the question"
+                yield Hidden(key, max(lost, key=len), said, _WRITE)
             continue
         if key in ANSWERS:  # in RLVR-IFeval `func_name` is that of the verifier
             continue
         for place, text in texts:
             names = _names_to_call(place.rpartition(".")[2], text)
             if any(re.search(rf"\b{name}\b", whole) is None for name in names):
-                yield Hidden(place, text, "with a name that tests of the answer may call", _WRITE)
+                said = f"`{place}`, with a name that tests of the answer may call"
+                yield Hidden(place, text, said, _WRITE)
                 break
     if not line.get("tools"):
         for place, names in _tools_in(line):
             if not all(is_said(name, shown) for name in names):
-                yield Hidden(place, names[0], "which holds tools", "write them as `tools`")
+                said = f"`{place}`, which holds tools"
+                yield Hidden(place, names[0], said, "write them as `tools`")
+
+
+def hidden_calls(line: Mapping[str, Any], shown: Sequence[str]) -> Iterator[Hidden]:
+    """Yield the fields whose tests, in Python, call a function that no text of ``shown`` names.
+
+    These are the fields of :func:`tests_in`. MBPP's prompts say what a function does, and its
+    asserts what it is called.
+    """
+    whole = " ".join(shown)
+    tests = {key: _parsed(line[key]) for key in tests_in(line)}
+    known = {*dir(builtins), "candidate"}
+    known.update(name for trees in tests.values() for tree in trees for name in _defined_in(tree))
+    for key, trees in tests.items():
+        called = [name for tree in trees for name in _called_in(tree) if name not in known]
+        if name := next((x for x in called if not re.search(rf"\b{x}\b", whole)), None):
+            known.add(name)  # another field with further tests needs no line of its own
+            remedy = "write the name in the prompt"
+            yield Hidden(key, name, f"the function that the tests in `{key}` call", remedy)
+
+
+def tests_in(line: Mapping[str, Any]) -> list[str]:
+    """Return the fields that may have tests: ``answer``, and those with "test" in their name."""
+    named = [key for key in line if not _OF_TESTS.isdisjoint(words_of(key))]
+    return ["answer"] * ("answer" in line) + named
+
+
+def _parsed(value: object) -> list[ast.Module]:
+    """Return the texts in ``value`` that are Python."""
+    trees = []
+    for _, text in _texts_in("", value):
+        if len(text) <= _MOST_JSON:
+            ignored = suppress(SyntaxError, ValueError, RecursionError, MemoryError)
+            with ignored, warnings.catch_warnings(action="ignore"):
+                trees.append(ast.parse(text))
+    return trees
+
+
+def _defined_in(tree: ast.Module) -> Iterator[str]:
+    """Yield the names that tests or their setup define or import, but not from ``solution``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Import) or (
+            isinstance(node, ast.ImportFrom) and node.module != "solution"
+        ):
+            yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
+
+
+def _called_in(tree: ast.Module) -> Iterator[str]:
+    """Yield the names that tests call, if they assert something."""
+    nodes = [*ast.walk(tree)]
+    if any(isinstance(node, ast.Assert) or _is_unittest(node) for node in nodes):
+        for node in nodes:
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                yield node.func.id
+
+
+def _is_unittest(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr.startswith("assert")
 
 
 def _names_to_call(key: str, text: str) -> list[str]:

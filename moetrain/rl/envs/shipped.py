@@ -47,6 +47,7 @@ from moetrain.rl.envs.lines import (
     advice_for_prompt,
     has_number,
     have_meaning_together,
+    hidden_calls,
     hidden_parts,
     is_packed,
     place_of_answer,
@@ -202,7 +203,7 @@ class Jsonl(TextEnvironment):
             except BadLineError as error:
                 problem = f"{path!r} line {number}: {error}"
                 raise ConfigError("rl.prompts", problem) from None
-        self._warn_of_hidden_parts(path)
+        self._warn_of_hidden_parts(path, runs_tests=reward not in REWARDS)
         if reward in _COMPARING:
             self._warn_of_answers(path, reward)
 
@@ -257,17 +258,22 @@ class Jsonl(TextEnvironment):
         turns = [{"content": asked}] if isinstance(asked, str) else asked
         return [text_of(turn) for turn in turns]
 
-    def _warn_of_hidden_parts(self, path: str) -> None:
-        """Log a line for each part of the first lines that the policy is not shown and may need."""
+    def _warn_of_hidden_parts(self, path: str, *, runs_tests: bool) -> None:
+        """Log a line for each part of the first lines that the policy is not shown and may need.
+
+        ``runs_tests`` is True if the reward may run tests of a line.
+        """
         found: dict[str, list[tuple[int, Hidden]]] = {}
         for number, line in enumerate(self.lines[:_CHECKED], 1):
-            for part in hidden_parts(line, self._shown(line)):
-                found.setdefault(part.place, []).append((number, part))
-        for place, parts in found.items():
+            shown = self._shown(line)
+            calls = hidden_calls(line, shown) if runs_tests else ()
+            for part in (*hidden_parts(line, shown), *calls):
+                found.setdefault(part.said, []).append((number, part))
+        for said, parts in found.items():
             number, first = parts[0]
             logger.warning(
-                "rl.prompts: %r: of the first %d prompts %d do not show `%s`, %s (line %d: %s); %s",
-                *(path, len(self.lines[:_CHECKED]), len(parts), place, first.why, number),
+                "rl.prompts: %r: of the first %d prompts %d do not show %s (line %d: %s); %s",
+                *(path, len(self.lines[:_CHECKED]), len(parts), said, number),
                 *(shortened(first.text), first.remedy),
             )
 

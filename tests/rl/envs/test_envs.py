@@ -308,6 +308,68 @@ def test_what_a_policy_is_shown_or_only_the_reward_needs_is_not_said(lines, capl
     assert not caplog.text
 
 
+@pytest.fixture
+def tested(tmp_path):
+    """A reward of a user's, as one that runs tests is."""
+    (tmp_path / "tested.py").write_text("def score(line, answer):\n    return 0.0\n")
+    return f"{tmp_path / 'tested.py'}:score"
+
+
+@pytest.mark.parametrize(
+    ("row", "name"),
+    [
+        ({"answer": ["assert add(1, 2) == 3", "assert add(0, 0) == 0"]}, "add"),  # MBPP
+        ({"answer": "assert set(add([1])) == set([1])"}, "add"),
+        ({"answer": '["assert add(1, 2) == 3"]'}, "add"),
+        ({"challenge_test_list": ["assert add(2, 2) == 4"], "answer": ["assert add(1)"]}, "add"),
+        ({"answer": "x", "test_list": ["assert add(1, 2) == 3"]}, "add"),
+        ({"answer": "from solution import add\n\ndef test_add():\n    assert add(1) == 1"}, "add"),
+        ({"answer": "assert Solution().add(1, 2) == 3"}, "Solution"),
+        (
+            {"test_setup_code": "root = Node(1)", "answer": ["assert height(root) == 1"]},
+            "height",
+        ),
+        (
+            {
+                "answer": "import unittest\n\nclass Sums(unittest.TestCase):\n"
+                "    def test_add(self):\n        self.assertEqual(add(1, 2), 3)\n"
+            },
+            "add",
+        ),
+    ],
+)
+def test_a_function_that_tests_call_and_no_prompt_names_is_said(lines, caplog, tested, row, name):
+    field = "test_list" if "test_list" in row else "answer"
+    shown = {"prompt": f"Write {name}.", **row}
+    hidden = {"prompt": "Write a function for numbers: additional.", **row}
+    lines.write_text(json.dumps(shown) + "\n" + json.dumps(hidden))
+    opened("jsonl", prompts=lines, reward=tested)
+    says = f"of the first 2 prompts 1 do not show the function that the tests in `{field}` call"
+    assert f"{says} (line 2: '{name}'); write the name in the prompt" in caplog.text
+    assert caplog.text.count("that the tests in") == 1
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"answer": "def check(candidate):\n    assert candidate(1, 2) == 3\n"},
+        {"answer": "def close(x): return x\nassert close(3) == 3"},
+        {"answer": "import math\nfrom os import path as p\nassert math.isclose(len(p(1)), 1)"},
+        {"answer": "Node(3) is the answer (see above)"},
+        {"answer": "f(3)"},
+        {"answer": 7, "tests": [{"input": "3\n", "output": "6\n"}]},
+        {"answer": "7", "test_setup_code": "root = Node(1)"},
+        {"answer": ["assert add(1, 2) == 3"], "messages": [{"role": "user", "content": "add!"}]},
+    ],
+    ids=str,
+)
+def test_names_that_tests_have_themselves_are_not_said(lines, caplog, tested, row):
+    lines.write_text(json.dumps({**({} if "messages" in row else {"prompt": "Write it."}), **row}))
+    opened("jsonl", prompts=lines, reward=tested)
+    assert "that the tests" not in caplog.text
+    assert "do not show" not in caplog.text
+
+
 def test_tools_of_a_conversation_are_in_its_prompt(lines):
     tokenizer = ByteTokenizer()
     tokenizer.chat_template = "{{ tools | tojson }}{{ messages[0].content }}"
