@@ -36,7 +36,14 @@ from moetrain.data.chat import ChatTemplate
 from moetrain.data.containers import Files
 from moetrain.data.field_names import SYSTEMS
 from moetrain.data.known_sets import with_tools_of_metadata
-from moetrain.data.messages import BadLineError, is_message, read_messages, text_of, turns_in
+from moetrain.data.messages import (
+    BadLineError,
+    is_message,
+    read_messages,
+    role_of,
+    text_of,
+    turns_in,
+)
 from moetrain.data.options import Pointer, choices_of, kind_of, pointer_in
 from moetrain.data.pairs import with_system
 from moetrain.data.tokenizer import Tokenizer
@@ -378,17 +385,26 @@ class Jsonl(TextEnvironment):
             if not system or not self.prompts.chat:
                 return prompt
             prompt = [{"role": "user", "content": prompt}]
+        last = prompt[-1] if isinstance(prompt, list) and prompt else None
+        if isinstance(last, dict) and role_of(last) == "assistant":  # its content may be null
+            raise _ends_with_answer(key, last)
         turns = read_messages(prompt, key)
         if turns and turns[-1]["role"] == "assistant":
-            said = shortened(turns[-1].get("content"))
-            raise BadLineError(
-                f"`{key}` ends with the assistant's turn, which the policy would be shown: {said}; "
-                "leave that turn out, or write what is asked as `prompt`"
-            )
+            raise _ends_with_answer(key, turns[-1])
         return with_system(turns, system, key)
 
     def score(self, problem: Problem, answer: str) -> float | Awaitable[float]:
         return self.reward(copy.deepcopy(problem.facts), answer)  # it may change its copy
+
+
+def _ends_with_answer(key: str, turn: dict[str, Any]) -> BadLineError:
+    """Return the error for a prompt in ``key`` that ends with the assistant's ``turn``."""
+    said = turn.get("content", turn.get("value"))
+    shown = "" if said is None else f", which the policy would be shown: {shortened(said)}"
+    return BadLineError(
+        f"`{key}` ends with the assistant's turn{shown}; leave that turn out, or write what is "
+        "asked as `prompt`"
+    )
 
 
 def _find_reward(name: str) -> _Reward:

@@ -196,6 +196,27 @@ def test_conversations_that_are_no_prompts_are_one_line(lines):
         opened("jsonl", prompts=lines, reward="exact")
 
 
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"role": "assistant", "content": None},
+        {"role": "assistant"},
+        {"from": "gpt", "value": None},
+        {"role": "assistant", "content": None, "name": "a"},
+    ],
+    ids=str,
+)
+def test_a_last_turn_without_content_is_left_out_as_its_error_says(lines, turn):
+    """ms-swift's sets have such a turn where the policy's answer stands."""
+    asked = {"role": "user", "content": "15*3?"}
+    lines.write_text(json.dumps({"messages": [asked, turn], "answer": "45"}))
+    says = "`messages` ends with the assistant's turn; leave that turn out, or write what is"
+    with pytest.raises(ConfigError, match=says):
+        opened("jsonl", prompts=lines, reward="exact")
+    lines.write_text(json.dumps({"messages": [asked], "answer": "45"}))
+    assert opened("jsonl", prompts=lines, reward="exact").num_tasks == 1
+
+
 def test_a_record_without_a_prompt_says_which_field_may_be_it(lines):
     lines.write_text(json.dumps({"question": "a?", "answer": "7"}))
     with pytest.raises(ConfigError, match=r"no `messages`; rename `question` to `prompt`$"):
