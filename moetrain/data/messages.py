@@ -659,10 +659,10 @@ def _read_weight(turn: dict[str, Any], where: str, has_masks: bool) -> dict[str,
         raise BadLineError(f"{said}; leave one of them out")
     is_learned = all(weights.values())
     if weights and is_learned and not is_answer:
-        said = (
-            f"{where}.{next(iter(weights))} asks to learn a turn of role {shortened(turn['role'])}"
-        )
-        raise BadLineError(f"{said}, and only the assistant's are learned; leave it out")
+        keys = " and ".join(f"`{key}`" for key in weights)
+        said = f"{where} has {keys} and asks to learn a turn of role {shortened(turn['role'])}"
+        remedy = f"leave {keys} out of that turn"
+        raise BadLineError(f"{said}, and only the assistant's are learned; {remedy}")
     return {} if is_learned else {"weight": 0}
 
 

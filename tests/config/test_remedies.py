@@ -1125,7 +1125,7 @@ RECORDS: dict[str, tuple[Any, dict[str, Any], str, list[Any]]] = {
     "a weight of a user": (
         {"messages": [ASKED | {"weight": 1}, SAID]},
         {},
-        r"messages\[0\].weight asks to learn a turn of role 'user', and only .*; leave it out",
+        r"messages\[0\] has `weight` and asks to learn a turn of role 'user'.*leave `weight` out",
         [CHAT],
     ),
     "a weight of a half": (

@@ -610,7 +610,8 @@ def test_turns_of_weight_0_are_read_and_not_learned(template, name, values, lear
         ({"messages": weighted("train", "no", 1, 1)}, "messages[1].train is 'no', and a weight"),
         (
             {"messages": [{**TALK[0], "train": True}, TALK[1]]},
-            "messages[0].train asks to learn a turn of role 'user'",
+            "messages[0] has `train` and asks to learn a turn of role 'user', and only the "
+            "assistant's are learned; leave `train` out of that turn",
         ),
         (
             {"messages": [TALK[0], {**TALK[1], "weight": 1, "train": False}]},
