@@ -1,7 +1,7 @@
 """A reward for programs: each runs with the line's tests, in a process with its own limits.
 
-    python -m moetrain.rl --rl.env jsonl --rl.prompts prompts.jsonl \
-        --rl.reward code_reward.py:score_code ...
+    python -m moetrain.rl --model.path MODEL --rl.env jsonl --rl.prompts prompts.jsonl \
+        --rl.reward code_reward.py:score_code
 
 A line's ``answer`` is its tests, such as ``assert add(3, 4) == 7``: a text, a list of texts, or the
 text of such a list's JSON. Tests may also be a function ``check(candidate)`` beside the line's

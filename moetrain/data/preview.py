@@ -12,7 +12,7 @@ from moetrain.data.sources import Source
 from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
 
 _LONGEST = 400
-"""Most characters of a document that are shown."""
+"""Most characters of a document or a prompt that are shown."""
 
 _CONTROLS = {i: f"\\x{i:02x}" for i in (*range(0x20), *range(0x7F, 0xA0)) if chr(i) not in "\n\t"}
 _CONTROLS[ord("\r")] = "\\r"
@@ -71,15 +71,17 @@ def preview(config: Config, vocab_size: int) -> str:
 
 
 def _marked(document: Document) -> str:
-    """Return the text of a document on one line, with « and » around what is learned.
-
-    A long text is cut in the middle.
-    """
+    """Return the text of a document on one line, with « and » around what is learned."""
     text, spans = document.text, document.loss_spans
     parts, at = [], 0
     for start, end in [(0, len(text))] if spans is None else spans:
         parts += [text[at:start], "«", text[start:end], "»"]
         at = end
-    shown = visible("".join([*parts, text[at:]])).replace("\n", "\\n")
-    half = _LONGEST // 2
+    return on_one_line("".join([*parts, text[at:]]))
+
+
+def on_one_line(text: str) -> str:
+    """Return ``text`` with escapes for line breaks and control characters, cut in the middle if it
+    is long."""
+    shown, half = visible(text).replace("\n", "\\n"), _LONGEST // 2
     return shown if len(shown) <= _LONGEST else f"{shown[:half]} ... {shown[-half:]}"

@@ -95,6 +95,10 @@ class Setup:
         if rl.supervised_steps and not hasattr(environment, "demonstrate"):
             problem = f"{rl.supervised_steps}, but rl.env {rl.env!r} has no demonstrations"
             remedy = "set 0, or give the environment a method demonstrate"
+            origin = config.origins.get("rl.supervised_steps")
+            if origin and config.model.path is None and not config.is_users("rl.supervised_steps"):
+                problem = problem.replace(",", f" ({origin}),", 1)
+                remedy = f"set model.path without naming a recipe, {remedy}"
             raise ConfigError("rl.supervised_steps", f"{problem}; {remedy}")
         self.tasks = Tasks(environment.num_tasks, rl.eval_tasks, config.train.seed)
         number, held_out = environment.num_tasks, str(rl.eval_tasks)
@@ -112,12 +116,16 @@ class Setup:
 
     @classmethod
     def plan(cls, config: Config, arch: Architecture) -> str:
-        """Describe the memory that a run takes; raises the ConfigError that the run would raise.
+        """Describe the memory that a run takes, and its first prompt if it is one of a file; raises
+        the ConfigError that the run would raise.
 
         Raises RunFailed: the reward function fails for the first line of ``rl.prompts``.
         """
-        cls(config, arch, planned_machine(config).device.type, is_plan=True)
-        return plan_memory(config, arch, generates=True)
+        environment = cls(
+            config, arch, planned_machine(config).device.type, is_plan=True
+        ).environment
+        begins = [environment.preview()] if isinstance(environment, Jsonl) else []
+        return "\n".join([*begins, plan_memory(config, arch, generates=True)])
 
     @property
     def digest(self) -> str:

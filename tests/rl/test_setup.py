@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 
+from moetrain.cli.train import RL
 from moetrain.cli.train import run_rl as run
 from moetrain.config import Config, ConfigError
 from moetrain.data.tokenizer import ByteTokenizer
@@ -205,6 +206,42 @@ def test_prompts_without_room_for_an_answer_are_told_of(tmp_path, caplog):
     words = words_of(tmp_path, **task, **{"data.seq_len": 12, "rl.supervised_steps": 0})
     assert run([*words, "--dry_run"]) == 0
     assert any("are dropped (line 2" in message for message in caplog.messages)
+
+
+def test_a_dry_run_shows_the_first_prompt_as_the_policy_reads_it(tmp_path, capsys):
+    """ChatML is the template of the byte tokenizer."""
+    file = tmp_path / "lines.jsonl"
+    lines = [{"prompt": "3+4?\n\x1b", "answer": "7"}, {"prompt": "x" * 500, "answer": "7"}]
+    task = {"rl.env": "jsonl", "rl.prompts": str(file), "rl.reward": "exact", "rl.eval_tasks": 1}
+    words = words_of(tmp_path, **task, **{"data.seq_len": 999, "rl.supervised_steps": 0})
+    says = "rl.prompts: the first prompt, as the policy reads it"
+    chat = "<|im_start|>user\\n3+4?\\n\\x1b<|im_end|>\\n<|im_start|>assistant\\n"
+    for first, more, shown in (
+        (0, [], "(6 tokens): 3+4?\\n\\x1b"),
+        (
+            0,
+            ["--rl.chat", "yes"],
+            f"({len(chat.encode().decode('unicode_escape'))} tokens): {chat}",
+        ),
+        (1, [], f"(500 tokens): {'x' * 200} ... {'x' * 200}"),
+    ):
+        file.write_text("\n".join(map(json.dumps, (lines[first], lines[1 - first]))))
+        assert run([*words, *more, "--dry_run"]) == 0
+        assert f"{says} {shown}\nmemory on" in capsys.readouterr().err
+
+
+def test_demonstrations_that_only_a_recipe_asks_for_are_said_to_be_its(tmp_path, capsys):
+    file = tmp_path / "lines.jsonl"
+    file.write_text(json.dumps({"prompt": "3+4", "answer": "7"}))
+    task = ["--rl.env", "jsonl", "--rl.prompts", str(file), "--rl.reward", "exact"]
+    assert run([*task, "--dry_run"]) == 2
+    error = capsys.readouterr().err
+    says = "32 (recipe rl-sort), but rl.env 'jsonl' has no demonstrations; set model.path without "
+    assert error.startswith(f"error: rl.supervised_steps: {says}")
+    assert RL.load(None, [*task, f"--model.path={tmp_path}"]).rl.supervised_steps == 0
+    assert run([*task, "--rl.supervised_steps", "3", "--dry_run"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: rl.supervised_steps: 3, but rl.env 'jsonl' has no dem")
 
 
 def test_setup_refuses_by_gpu_and_model(capsys):

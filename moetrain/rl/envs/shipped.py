@@ -46,6 +46,7 @@ from moetrain.data.messages import (
 )
 from moetrain.data.options import Pointer, choices_of, kind_of, pointer_in
 from moetrain.data.pairs import with_system
+from moetrain.data.preview import on_one_line
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.rl.envs import Environment, Problem, Prompts, SolvedEnvironment, TextEnvironment
 from moetrain.rl.envs.lines import (
@@ -364,6 +365,15 @@ class Jsonl(TextEnvironment):
                     sizes[longest] + max_tokens,
                 )
                 break
+
+    def preview(self) -> str:
+        """Return a line that shows the first prompt as the policy reads it, with special tokens."""
+        line = self.lines[0]
+        tokens = self.prompts.encode(self._asked(line), line)
+        shown = on_one_line(self.prompts.tokenizer.decode(tokens, skip_special_tokens=False))
+        return (
+            f"rl.prompts: the first prompt, as the policy reads it ({len(tokens)} tokens): {shown}"
+        )
 
     def problem(self, task: int) -> Problem:
         line = self.lines[task]
