@@ -36,6 +36,8 @@ Hangul."""
 _BEGINS = r"[-+]?[$€£¥₹]?\.?\d"
 """Matches the beginning of a number."""
 _NUMBER = r"[-+]?[$€£¥₹]?(?:\d[\d.,]*|\.\d+)%?"
+_TYPED = rf"{_NUMBER}(?:\s*[/^]\s*{_NUMBER})?"
+"""Match a number, and a number, a fraction or a power."""
 _POWERS = "百千万萬亿億兆만억"
 """Powers of ten that belong to the number before them: 3万 is 30000, and is left as it is."""
 _ANSWER_IS = (
@@ -48,19 +50,20 @@ _RULES = (
     # A space between letters of these scripts and a number or a letter of an option.
     (rf"(?<=[{_UNSPACED}])(?={_BEGINS}(?![\d.,]*[{_POWERS}]))", " "),
     (rf"(?<=[{_UNSPACED}])(?=[(*]{{0,3}}[A-Z](?![A-Za-z\d]))", " "),
-    (rf"(?<=[A-Z)*])(?=[{_UNSPACED}])", " "),
+    (rf"(?<=[A-Z)*])(?=[{_UNSPACED}])|(?<=\d)(?=[{_UNSPACED}])(?![{_POWERS}])", " "),
     # Quotes, and Markdown's code.
     (r"[`\"“”„«»「」『』]", " "),
+    (rf"(?<![\w'])'({_TYPED})'(?!\w)", r" \1 "),
     (rf"(?<![\w'])'(?={_BEGINS})", " "),
     # A colon, but not that of 3:4 or 12:30; GSM8K's mark; arrows.
     (rf"(?<=[^\d\s]:)(?={_BEGINS})|(?<=##)(?={_BEGINS})|(?<=[→⇒≈])(?={_BEGINS})", " "),
     # So it is (12).
-    (rf"((?:\bis|[:=])\s*)[(\[]({_NUMBER})[)\]](?!\s*[\d(*^/+-])", r"\1\2"),
-    # Markdown's emphasis, but not a product or an index.
-    (
-        rf"(?<![\w)\]}}*\\])(\*{{1,3}}|_{{1,3}})({_NUMBER})\1(?!\s*[\d(*])(?!\w)",
-        r" \2 ",
-    ),
+    (rf"((?:\bis|[:=])\s*)[(\[]({_TYPED})[)\]](?!\s*[\d(*^/+-])", r"\1\2"),
+    # Markdown's emphasis, but not a product, a power or an index.
+    (rf"(?<![\w)\]}}*\\])(\*{{1,3}}|_{{1,3}})({_TYPED})\1(?!\s*[\d(*])(?!\w)", r" \2 "),
+    (r"(?<=\d)\*{2,3}(?!\s*[\w(*])", " "),
+    # math-verify reads "3/4 ." as 3.
+    (r"(?<=\d)[ \t]+(?=[.,;:!?](?:\s|$))", ""),
 )
 _SPACED = [(re.compile(pattern), replacement) for pattern, replacement in _RULES]
 

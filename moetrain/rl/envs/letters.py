@@ -55,19 +55,20 @@ _STATES = re.compile(
     r"|\b(?:answer|choose|pick|select)"
     rf"|\b(?:{_NOUNS})\b(?:[^\n.:=]{{0,60}}?(?<!\bno )(?<!\bnon )(?<!\bnão )(?<!\bnie )"
     rf"\b(?:{_ARE})\b|[*_\s]*[:=])"
-    r"|(?:答案|选项|選項|正解|答え|回答|정답|답)(?:[^\n.:=不非]{0,10}?(?:是|为|為|は|은)|[*_\s]*[:=])"
-    r"|(?<!不)(?:故|因此|所以|我|应|應)该?[选選][择擇]?)[*_\s:=]*"
+    r"|(?:答案|选项|選項|正解|答え|回答|정답|답)(?:[^\n.:=,不非因]{0,10}?(?:是|为|為|は|은)|[*_\s]*[:=])"
+    r"|答案|(?<!不)(?<!不应)(?<!不该)(?<!不应该)(?<!不能)(?<!不会)(?<!不要)(?<!不可)(?<!别)[选選][择擇]?)[*_\s:=]*"
     r"(?:\w+ly\s+)?(?:(?:the|la|l['\u2019]|die)\s*)?(?:(?:correct|right|best)\s+)?"
     r"(?:(?:answer|option|choice|opción|opzione|opção|选项|選項)[\s:]*)?",
     re.I,
 )
 _IS = r"\s+is\s+(?:\w+ly\s+)?(?:the\s+)?"
-_IS_RIGHT = re.compile(rf"{_IS}(?:correct|right|best|answer)\b")
+_IS_RIGHT = re.compile(rf"{_IS}(?:correct|right|best|answer)\b|\s*(?:选项|項)?是?(?:正确|对的)")
 _IS_WRONG = re.compile(
     rf"{_IS}(?:not|wrong|incorrect|false)\b|\s*(?:选项|項)?是?(?:错|錯|不对|不正确)"
 )
 _OR = re.compile(
-    r",?\s*(?:or|and/or|oder|ou|o|或|或者|还是)\s+(?:(?:option|choice|answer)\s+)?", re.I
+    r",?\s*(?:or|and/or|oder|ou|o|或|或者|还是)\s+(?:(?:maybe|perhaps|possibly)\s+)?(?:(?:option|choice|answer)\s+)?",
+    re.I,
 )
 _AND = re.compile(
     r"(?:[,&]|,?\s*(?:and|und|et|y|e|和|及|与)\s)\s*(?:(?:option|choice|answer)\s+)?", re.I

@@ -8,8 +8,9 @@ that is an expression as a whole is therefore read as if it were boxed::
     10 apples\n#### 10   10               So $x=2$.   x = 2             proof      no value
 
 Of a policy's text only the final answer counts (:mod:`moetrain.rl.envs.final_answers`). It is read
-as an expression if it has a LaTeX command, or a digit in which math-verify finds nothing, as in
-``(12)``. Others (``**7**``) are text.
+as an expression if it has a LaTeX command, or is all numbers and signs, as ``(12)`` and ``(0, 1]``
+are. So ``12, 13`` and ``12 or 13`` are two values, and not the last one. Others (``It is 7.``) are
+text.
 
 math-verify finds a letter only in a box. If the right answer is a capital letter, the letter that
 the policy's text names is compared (:mod:`moetrain.rl.envs.letters`). Words (``True``,
@@ -39,8 +40,12 @@ _BOX = re.compile(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
 _ANSWER_IS = re.compile(r"\banswer\b[*_\s]*(?:is\b\s*:?|:)(.*)", re.I)
 _WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s,'\u2019-]+[^\W\d_]+)*")
 _DIGIT = re.compile(r"\d")
+_LISTED = re.compile(r",?\s+(?:or|and)\s+(?=[-+]?[$€£¥₹]?\.?\d)")
+_NOT_TYPED = re.compile(r"[^\W\d_]|[$#!|]|\S\s*\n\s*\S|\d\s+\d")
+"""Matches what is more than numbers and signs, and digits that only a space divides: 1 024."""
+_DECIMAL = re.compile(r"\s*-?\d+,\d+\s*\.?\s*")
 _MOST_TYPED = 200
-"""Most characters of an expression without LaTeX that math-verify does not find."""
+"""Most characters of an expression without LaTeX."""
 
 
 class MathReward:
@@ -68,10 +73,18 @@ class MathReward:
         final = readable(final)
         if (words := _words(right)) and words == _words(_said(final)):
             return 1.0
-        given = self.values(final) if "\\" in final else self._parse(final)
-        if not given and len(final) <= _MOST_TYPED and _DIGIT.search(final):
-            given = self.values(final)
+        given = self.values(final) if "\\" in final else self._typed(final)
         return float(self._verify(self.values(right), given))
+
+    def _typed(self, text: str) -> list[Any]:
+        """Return what a final answer without LaTeX may stand for, as :meth:`values` does."""
+        listed = _LISTED.sub(", ", text)
+        if len(text) > _MOST_TYPED or not _DIGIT.search(text):
+            return self._parse(text)
+        if _NOT_TYPED.search(listed):
+            return self._parse(text) or self.values(text)
+        # 12,5 may be a number, and a list.
+        return self.values(listed) + (self._parse(text) if _DECIMAL.fullmatch(text) else [])
 
     def values(self, text: str) -> list[Any]:
         """Return what ``text`` may stand for: values of sympy, and texts. Empty: no value."""

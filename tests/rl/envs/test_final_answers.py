@@ -55,7 +55,6 @@ FORMS_OF_NUMBERS = [
     "정답은 {}입니다.",
     "정답은{}",
     "คำตอบคือ{}",
-    '{{"answer": {}}}',
     '{{"answer": "{}"}}',
 ]
 FORMS_OF_LETTERS = [
@@ -81,6 +80,12 @@ FORMS_OF_LETTERS = [
     "故选：{}",
     "因此选择{}。",
     "所以应选（{}）。",
+    "选{}",
+    "本题选{}。",
+    "答案选{}",
+    "排除 D，答案{}",
+    "{}选项正确。",
+    "{}是正确答案，因为 D 太大。",
     "答えは{}です。",
     "정답은 {}입니다.",
     "La respuesta es {}.",
@@ -103,10 +108,10 @@ def reward():
 def test_a_number_earns_its_reward_in_each_form_and_no_other_does(reward, form):
     """The number alone is right. Others, of random digits too, are wrong in the same form."""
     drawn = random.Random(form)
-    for right in ("12", "-4", "0.5"):
+    for right in ("12", "-4", "0.5", "3/4"):
         assert reward({"answer": right}, form.format(right)) == 1
         wrong = {str(drawn.randint(-2000, 2000)) for _ in range(3)} - {right}
-        for other in (*wrong, f"{right}1", f"1{right.strip('-')}", "1,024", "3", "7"):
+        for other in (*wrong, f"{right}1", f"1{right.strip('-')}", "1,024", "3", "4", "7"):
             assert reward({"answer": right}, form.format(other)) == 0, other
 
 
@@ -131,7 +136,26 @@ def test_a_letter_earns_its_reward_in_each_form_and_no_other_does(reward, form):
         # Spaces do not split what belongs together.
         ("12", "x>12", 0),
         ("12", "5:12", 0),
-        ("12", "12:30", 1),  # as math-verify reads it
+        ("12", "12:30", 0),
+        ("2:5", "<answer>12:30</answer>", 1),
+        # A final answer of numbers and signs counts whole, and its last number alone does not.
+        ("3", "1, 2, 3", 0),
+        ("13", "<answer>12, 13</answer>", 0),
+        ("13", "<answer>12 or 13</answer>", 0),
+        ("13", "12, or 13", 0),
+        ("1,2,3", "<answer>1, 2, 3</answer>", 1),
+        ("1,2,3", "<answer>3, 1 and 2</answer>", 1),
+        ("1,2,3", "<answer>1, 2</answer>", 0),
+        ("(0,1]", "<answer>(0, 1]</answer>", 1),
+        ("(0,1]", "<answer>[0, 1]</answer>", 0),
+        ("12.5", "12,5", 1),
+        ("5", "12,5", 0),
+        ("1024", "1,024", 1),
+        ("1024", "1 024", 1),
+        ("7", "3 + 4 = 7", 1),
+        ("4", "3 + 4 = 7", 0),
+        ("12", "12!", 1),
+        ("12", "12%", 1),
         ("12", "x_12_", 0),
         ("24", "2 *3* 4", 1),  # a product
         ("3", "2 *3* 4", 0),
@@ -146,6 +170,14 @@ def test_a_letter_earns_its_reward_in_each_form_and_no_other_does(reward, form):
         ("(12, 13)", "<answer>(12, 13)</answer>", 1),
         (r"\frac{1}{2}", r"<answer>\frac{1}{2}</answer>", 1),
         ("[2,5)", r"<answer>$[2,5)$</answer>", 1),
+        ("12", '{"answer": 12}', 1),
+        ("13", '{"answer": 12}', 0),
+        ("8", "2**3 = 8", 1),
+        ("8", "**2**3 = 8", 1),
+        ("36", "3 * 4 * 3", 1),
+        ("12", "The answer is 12 [1].", 1),
+        ("12", "答案是12个，第3题", 1),
+        ("3", "答案是12个，第3题", 0),
         ("12", "１２", 1),
         ("12", "x＝12", 1),
         ("-12", "It is \u221212.", 1),
@@ -158,7 +190,9 @@ def test_a_letter_earns_its_reward_in_each_form_and_no_other_does(reward, form):
         *(("D", f"The answer is {text}", 0) for text in ("A, B, C or D", "A or D", "A/D")),
         ("A", "Either A or B is correct.", 0),
         ("B", "Either A or B is correct.", 0),
+        ("A", "answer: A or maybe B", 0),
         ("A", "答案是A、B", 0),
+        ("B", "选A或者B", 0),
         ("B", "答案是A或B", 0),
         ("A", "<answer>A, B</answer>", 0),
         ("A", "La respuesta es A o B.", 0),
@@ -171,6 +205,10 @@ def test_a_letter_earns_its_reward_in_each_form_and_no_other_does(reward, form):
         # What is denied does not count.
         ("A", "答案不是A", 0),
         ("A", "不应选A", 0),
+        ("A", "不能选择A", 0),
+        ("A", "A选项不正确", 0),
+        ("A", "选项A错误，选B", 0),
+        ("B", "选项A错误，选B", 1),
         ("A", "故选A错误", 0),
         ("A", "La respuesta no es A.", 0),
         ("A", "La respuesta no es A, sino B.", 0),
