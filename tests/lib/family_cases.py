@@ -337,6 +337,7 @@ SHARED = ["full", "shared", "shared"]
 SEED = {"head_dim": 12, "attention_dropout": 0.0, "residual_dropout": 0.0}
 SMOL = {"no_rope_layers": [1, 0, 1], "tie_word_embeddings": False}
 SMOL_WINDOW = {**SMOL, "use_sliding_window": True, "sliding_window": 5}
+OLMO2 = {"rms_norm_eps": 0.01}  # as for FLEX_OLMO
 
 CASES = {
     "glm4_moe": {**GLM, "use_qk_norm": True, "attention_bias": True},
@@ -1088,6 +1089,28 @@ CASES = {
     "smollm3 odd widths": {**SMOL, "hidden_size": 24, "intermediate_size": 37},
     "smollm3 one layer": {**SMOL, "num_hidden_layers": 1, "no_rope_layers": [0]},
     "smollm3 yarn": {**SMOL, "rope_parameters": YARN},
+    "olmo2": OLMO2,
+    "olmo2 as many kv heads": {**OLMO2, "num_key_value_heads": None},
+    "olmo2 one kv head": {**OLMO2, "num_key_value_heads": 1},
+    "olmo2 biases": {**OLMO2, "attention_bias": True},
+    "olmo2 tied": {**OLMO2, "tie_word_embeddings": True},
+    "olmo2 yarn": {**OLMO2, "rope_parameters": YARN},
+    "olmo2 two heads": {**OLMO2, "num_attention_heads": 2, "num_key_value_heads": 2},
+    "olmo2 heads of another width": {
+        **OLMO2,
+        "head_dim": 12,
+        "num_attention_heads": 7,
+        "num_key_value_heads": 1,
+    },
+    "olmo2 wide heads": {
+        **OLMO2,
+        "hidden_size": 48,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+    },
+    "olmo2 odd widths": {**OLMO2, "hidden_size": 24, "intermediate_size": 37},
+    "olmo2 large epsilon": {**OLMO2, "rms_norm_eps": 0.1},
+    "olmo2 one layer": {**OLMO2, "num_hidden_layers": 1, "intermediate_size": 8},
 }
 FAMILY_CASES = [case for case in CASES if " " not in case]
 """One case of each family."""
@@ -1102,7 +1125,7 @@ WITH_STATES = (
 LINEAR_CASES = [case for case in FAMILY_CASES if case.startswith(WITH_STATES)]
 """Families with layers that carry states."""
 ROUTED_CASES = [
-    case for case in FAMILY_CASES if case not in ("qwen3_5_text", "seed_oss", "smollm3")
+    case for case in FAMILY_CASES if case not in ("qwen3_5_text", "seed_oss", "smollm3", "olmo2")
 ]
 
 

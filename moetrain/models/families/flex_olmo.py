@@ -15,12 +15,14 @@ from moetrain.models.decoders import (
     MoEDecoder,
     moe_block,
 )
-from moetrain.models.family import Family, Rename, register
+from moetrain.models.family import Family, Rename, WeightMap, register
 from moetrain.models.moe import RoutedExperts
 
 
 @dataclass(frozen=True, kw_only=True)
-class _AttentionThenNorm(GroupedQueryAttention):
+class AttentionThenNorm(GroupedQueryAttention):
+    """Describes grouped-query attention with a norm of its result, and none before."""
+
     norm: ClassVar[str] = ""
     after: ClassVar[str] = "attn_norm"
 
@@ -34,7 +36,7 @@ class _ExpertsThenNorm(RoutedExperts):
 class _FlexOlmo(MoEDecoder):
     """Attention and routed experts in every layer, each followed by its norm."""
 
-    kinds = (_AttentionThenNorm, _ExpertsThenNorm)
+    kinds = (AttentionThenNorm, _ExpertsThenNorm)
 
     def feed_forward(self, layer: int) -> _ExpertsThenNorm:
         return _ExpertsThenNorm.of(self)
@@ -49,7 +51,16 @@ def _write_layers(arch: Architecture) -> Fields:
 
 
 _NORMS = {"attn_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"}
-_FIXED: Fields = {"qk_norm": True, "qk_norm_of": "width", "late_norms": True}
+DENSE_THEN_NORMS: WeightMap = (
+    *(one for one in DENSE if not one.ours.endswith(("attn_norm", "mlp_norm"))),
+    *(
+        Rename(f"layers.{{layer}}.{ours}", f"model.layers.{{layer}}.{theirs}")
+        for ours, theirs in _NORMS.items()
+    ),
+)
+"""``DENSE`` with the names of norms that follow their parts."""
+FIXED: Fields = {"qk_norm": True, "qk_norm_of": "width", "late_norms": True}
+"""Fields of every OLMo with :class:`AttentionThenNorm`."""
 register(
     Family(
         name="flex_olmo",
@@ -68,16 +79,9 @@ register(
             "router_aux_loss_coef": 0.01,
             "output_router_logits": False,
         },
-        weight_map=(
-            *(one for one in DENSE if not one.ours.endswith(("attn_norm", "mlp_norm"))),
-            *(
-                Rename(f"layers.{{layer}}.{ours}", f"model.layers.{{layer}}.{theirs}")
-                for ours, theirs in _NORMS.items()
-            ),
-            *moe_block(),
-        ),
+        weight_map=(*DENSE_THEN_NORMS, *moe_block()),
         fields={"moe_intermediate_size": "intermediate_size"},
-        fixed=_FIXED,
+        fixed=FIXED,
         aliases={"num_local_experts": "num_experts"},
         write_layers=_write_layers,
         presets={
@@ -98,7 +102,7 @@ register(
                 moe_intermediate_size=11_008,
                 norm_topk_prob=False,
                 router_aux_loss_coef=0.01,
-                **_FIXED,
+                **FIXED,
             )
         },
     )

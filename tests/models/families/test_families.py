@@ -1062,6 +1062,7 @@ PUBLISHED = {
     "minimax-m3": 426.17,  # without the tower; all of it is counted in test_block_attention.py
     "seed-oss-36b": 36.15,
     "smollm3-3b": 3.08,
+    "olmo2-7b": 7.3,
 }
 
 
@@ -1376,6 +1377,22 @@ PUBLISHED_KEYS = {
         "use_sliding_window": False,
         "vocab_size": 128_256,
     },
+    "olmo2-7b": {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 11_008,
+        "max_position_embeddings": 4096,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 32,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": None,
+        "rope_theta": 5e5,
+        "tie_word_embeddings": False,
+        "vocab_size": 100_352,
+    },
 }
 """Keys of published files, from memory."""
 
@@ -1502,6 +1519,9 @@ def test_fewer_or_more_layers_of_a_preset():
             {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 3},
             "no sliding_window is in use",
         ),
+        ("olmo2", {"clip_qkv": 8.0}, "clip_qkv 8.0 is not supported; use"),
+        ("olmo2", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported, only 'silu'"),
+        ("olmo2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 of a olmo2"),
         ("hy_v3", {"mlp_bias": True}, "mlp_bias True is not supported, only False"),
         ("hy_v3", {"route_norm": False}, "route_norm False is not supported, only True"),
         ("hy_v3", {"mlp_layer_types": ["cnn"] * 3}, "mlp_layer_types cnn are not supported"),

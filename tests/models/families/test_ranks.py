@@ -13,7 +13,7 @@ from moetrain.parallel.world import join_world
 from moetrain.train.engine import Engine
 from tests.lib.checkpoints import tensors_of
 from tests.lib.distributed import spawn
-from tests.lib.engines import make_engine
+from tests.lib.engines import DENSE, WORDS, make_engine
 from tests.lib.family_cases import (
     EXTRA,
     FAMILY_CASES,
@@ -85,8 +85,9 @@ def test_adapters_of_biased_experts_on_every_mesh(tmp_path):
 def follow_families(archs):
     for arch in archs:
         experts = ["parallel.ep=2"] * bool(arch.num_experts)
+        base = WORDS if arch.num_experts else DENSE
         for words in (["parallel.tp=2", *experts], ["parallel.pp=2"]):
-            config = make_engine(*UGLY, *words, micro=rows_of(words, world=2)).config
+            config = make_engine(*UGLY, *words, micro=rows_of(words, world=2), base=base).config
             # Once suffices: the detection of a second update is not specific to a family.
             follow(Engine(config, arch, join_world(config, arch)), versions=1)
 

@@ -74,7 +74,7 @@ NOT_READ = {
     *("sarvam_mla", "sarvam_moe", "solar_open", "step3p5", "step3p7", "lfm2_moe"),
     *("mistral3", "mistral4", "granitemoeshared", "granitemoehybrid", "kimi_linear"),
     *("bailing_hybrid", "deepseek_v32", "glm_moe_dsa", "minimax_m3_vl", "minimax_m3_vl_text"),
-    *("seed_oss", "smollm3"),
+    *("seed_oss", "smollm3", "olmo2"),
 }
 """Families whose tensors' names have not been followed through the servers' loaders."""
 
