@@ -1,6 +1,7 @@
 """Every family of mixtures of experts on several ranks: meshes, compilation, runs, generation."""
 
 import itertools
+import os
 import zlib
 
 import pytest
@@ -39,6 +40,12 @@ LIKE = {
     "seed_oss": "glm4_moe",
 }
 """Families whose blocks run only the code of another family: the compiler sees the same."""
+ONLY = os.environ.get("ONLY_FAMILY")
+"""The one family to test on meshes, for who writes it; None: all."""
+
+
+def tested(case):
+    return ONLY in (None, case)
 
 
 def meshes_of(world, number, case):
@@ -65,6 +72,7 @@ def test_every_mesh_gives_the_single_process_answer(world, tmp_path):
         drawn(zlib.crc32(case.encode()), world, case, degrees, next(policies))
         for number, case in enumerate(FAMILY_CASES)
         for name, degrees in meshes_of(world, number, case)
+        if tested(case)
     ]
     check(world, runs, tmp_path)
 
@@ -72,7 +80,8 @@ def test_every_mesh_gives_the_single_process_answer(world, tmp_path):
 @pytest.mark.tier("long")
 def test_context_parallel_ranks_share_rows_of_every_family_that_can(tmp_path):
     cases = [case for case in FAMILY_CASES if case not in {*LINEAR_CASES, *LIKE}]
-    check(2, [drawn(i, 2, case, {"cp": 2}, "none") for i, case in enumerate(cases)], tmp_path)
+    runs = [drawn(i, 2, case, {"cp": 2}, "none") for i, case in enumerate(cases) if tested(case)]
+    check(2, runs, tmp_path)
 
 
 @pytest.mark.tier("long")
@@ -94,7 +103,8 @@ def follow_families(archs):
 
 @pytest.mark.tier("long")
 def test_a_generator_follows_a_trainer_of_every_family():
-    archs = [architecture_of(case, num_experts=8) for case in FAMILY_CASES if case not in LIKE]
+    cases = [case for case in FAMILY_CASES if case not in LIKE and tested(case)]
+    archs = [architecture_of(case, num_experts=8) for case in cases]
     spawn(2, follow_families, archs, timeout=200)
 
 
