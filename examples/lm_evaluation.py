@@ -8,6 +8,10 @@ or, with settings as ``python -m moetrain.train`` takes them:
 
     python examples/lm_evaluation.py arc_easy,gsm8k --interval 1000 --model.path MODEL ...
 
+A checkpoint is measured without training, and its scores go to a file if one is named:
+
+    python examples/lm_evaluation.py arc_easy,gsm8k --weights MODEL --scores scores.json
+
 :class:`~moetrain.generate.engine.Generator` writes answers, and scores texts by their
 log-probabilities as prompts. With several ranks each serves its share of the requests, and all
 ranks get every answer.
@@ -17,8 +21,10 @@ that change while they run, and models that are no generator.
 """
 
 import argparse
+import json
 from collections.abc import Callable, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
@@ -26,11 +32,12 @@ from lm_eval.evaluator import simple_evaluate  # pyright: ignore[reportMissingIm
 from lm_eval.tasks import TaskManager, get_task_dict  # pyright: ignore[reportMissingImports]
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window  # pyright: ignore[reportMissingImports]
 
+from moetrain.cli.main import command, leave
 from moetrain.config import Config, ConfigError
 from moetrain.config.sources import shortened
 from moetrain.data.chat import ChatTemplate
 from moetrain.data.tokenizer import Tokenizer
-from moetrain.generate.engine import Generator
+from moetrain.generate.engine import Generator, load_model
 from moetrain.generate.request import Completion, Request, SamplingParams
 from moetrain.generate.weights import WeightUpdate, generator_of
 from moetrain.parallel.world import World
@@ -230,7 +237,8 @@ class _Model(TemplateLM):
         return answers
 
 
-def main() -> None:
+@command
+def main(argv: Sequence[str] | None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("tasks", help="names of tasks, with commas between")
     parser.add_argument("--interval", type=int, default=0, help="steps between; 0: at the end")
@@ -238,10 +246,26 @@ def main() -> None:
     parser.add_argument("--num_fewshot", type=int, help="solved examples before each question")
     parser.add_argument("--chat", action="store_true", help="ask by the chat template")
     parser.add_argument("--task_folder", help="folder of further tasks")
-    given, words = parser.parse_known_args()
+    parser.add_argument(
+        "--weights", help="measure this Hugging Face folder or hub id, train nothing"
+    )
+    parser.add_argument("--scores", type=Path, help="with --weights, write the scores to this file")
+    given, words = parser.parse_known_args(argv)
     own = vars(given) | {"tasks": given.tasks.split(",")}
-    Trainer(Config.load(None, words), callbacks=[Benchmarked(**own)]).fit()
+    weights, file = own.pop("weights"), own.pop("scores")
+    if weights is None:
+        if file is not None:
+            parser.error("--scores: a run writes its scores to its metrics; drop it")
+        Trainer(Config.load(None, words), callbacks=[Benchmarked(**own)]).fit()
+        return
+    if words or given.interval:
+        parser.error(f"--weights: nothing is trained, so drop {words or '--interval'}")
+    model, tokenizer = load_model(weights, "auto", "auto")
+    scores = Benchmarked(**own).scores(Generator(model, tokenizer), tokenizer)
+    print("\n".join(f"{name} {value:.4g}" for name, value in scores.items()))
+    if file is not None:
+        file.write_text(json.dumps(scores, indent=1))
 
 
 if __name__ == "__main__":
-    main()
+    leave(main())

@@ -16,6 +16,7 @@ from moetrain.train.metrics import read_metrics
 from tests.lib.distributed import spawn
 
 pytest.importorskip("lm_eval")
+import lm_evaluation
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
@@ -135,6 +136,38 @@ def test_a_run_measures_itself_and_trains_as_without(tasks, tiny_words, tmp_path
     both = [row for row in ranks[0] if any(key.startswith("eval/") for key in row)]
     for mine, theirs in zip(both, scores, strict=True):
         assert mine == pytest.approx(theirs)
+
+
+@pytest.mark.tier("long")
+def test_a_checkpoint_is_measured_without_training(
+    tasks, checkpoint, expected, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "scores.json"
+    asked = ["choices", "--task_folder", str(tasks), "--weights", str(checkpoint)]
+    assert lm_evaluation.main([*asked, "--scores", str(file)]) == 0
+    theirs = {
+        f"eval/choices/{m}": expected["results"]["choices"][f"{m},none"]
+        for m in ("acc", "acc_norm")
+    }
+    assert json.loads(file.read_text()) == pytest.approx(theirs, rel=1e-4)
+    assert f"eval/choices/acc {theirs['eval/choices/acc']:.4g}" in capsys.readouterr().out
+    assert [*tmp_path.iterdir()] == [file]
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--weights", "x", "--train.steps", "3"], "--weights: nothing is trained"),
+        (["--weights", "x", "--interval", "3"], "--weights: nothing is trained"),
+        (["--scores", "x"], "--scores: a run writes its scores to its metrics"),
+    ],
+)
+def test_words_without_effect_are_refused(words, problem, capsys):
+    with pytest.raises(SystemExit) as ended:
+        lm_evaluation.main(["choices", *words])
+    assert ended.value.code == 2
+    assert problem in capsys.readouterr().err
 
 
 def test_a_task_that_there_is_not_is_one_line():
