@@ -32,6 +32,7 @@ TRANSFORMERS = {
     "gradient_accumulation_steps": "train.global_batch_size",
     "eval_steps": "train.eval_interval",
     "eval_strategy": "train.eval_interval",
+    "eval_on_start": "train.eval_first",
     "early_stopping_patience": "train.patience",
     "load_best_model_at_end": "checkpoint.best",
     "bf16": "train.dtype",
@@ -237,6 +238,7 @@ VERL = {
     "total_epochs": "train.epochs",
     "save_freq": "checkpoint.interval",
     "test_freq": "train.eval_interval",
+    "val_before_train": "train.eval_first",
     "project_name": "log.project",
     "n_gpus_per_node": "launch.nproc",
 }

@@ -380,7 +380,11 @@ class TrainSection(Section):
     training."""
     eval_interval: NonNegativeInt = 100
     """Steps between evaluations on held-out rows. The model is also evaluated before the first step
-    and at the end of the run. 0: only at the end."""
+    (unless train.eval_first is no) and at the end of the run. 0: only at the end."""
+    eval_first: bool = True
+    """Evaluate on held-out data (in reinforcement learning, on held-out tasks) before the first
+    step, if train.eval_interval is not 0. no: the first evaluation is the next one, which
+    train.eval_interval or the end of the run asks for. Training computes the same either way."""
     eval_rows: PositiveInt = 256
     """Number of held-out rows in each evaluation; if there are fewer, all of them are used. Every
     evaluation uses the same rows, whatever train.seed and the number of ranks are."""

@@ -203,7 +203,7 @@ class RlTrainer(Run):
         self.time = _TimeSplit(self.device)  # time between building and running does not count
         with self.opened():
             with self.stop_signals():
-                if self.step == 0 and train.eval_interval:
+                if self.step == 0 and train.eval_interval and train.eval_first:
                     self.evaluate()  # where the held-out curve starts
                 self.start_clocks()
                 while self.goes_on:
@@ -236,8 +236,9 @@ class RlTrainer(Run):
             learned, self.rollout_row = self._imitate(), {}
         else:
             if self.window.taken == 0:  # before the first trajectory
-                if self.config.train.eval_interval:
-                    self.evaluate()
+                train = self.config.train
+                if train.eval_interval and (self.step or train.eval_first):
+                    self.evaluate()  # after the demonstrations, if there are any
                 if rl.kl_coef and not self.learner.reference:
                     self.learner.keep_reference()
             self.sync_weights()

@@ -150,7 +150,7 @@ class Trainer(Run):
         with self.opened():
             self._tell_missing_sample()
             with self.stop_signals():
-                if self.step == 0 and train.eval_interval:
+                if self.step == 0 and train.eval_interval and train.eval_first:
                     self.evaluate()  # where the held-out curve starts
                 self.start_clocks()
                 with suppress(GivenUp):  # a stop signal came within a step: nothing of it is kept

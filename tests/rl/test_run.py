@@ -401,6 +401,27 @@ def test_settings_of_the_other_command_are_one_line(command, words, message, cap
     assert capsys.readouterr().err.startswith(f"error: {message}")
 
 
+FIRST = {
+    "demonstrations": ({}, [0, 2, 4]),  # that at step 2 is also the one before the first trajectory
+    "odd": ({"train.eval_interval": 3}, [0, 2, 3, 4]),
+    "none": ({"rl.supervised_steps": 0}, [0, 2, 4]),
+    "ahead": ({"rl.supervised_steps": 0, "rl.ratio": "proximal", "rl.max_staleness": 1}, [0, 2, 4]),
+    "at the end": ({"rl.supervised_steps": 0, "train.eval_interval": 0}, [4]),
+}
+
+
+@pytest.mark.tier("long", quick=["none"])
+@pytest.mark.parametrize("case", FIRST)
+def test_the_first_evaluation_may_be_left_out(case, even, tmp_path):
+    values, steps = FIRST[case]
+    for word in ("yes", "no"):
+        fitted(tmp_path / word, **even, **values, **{"train.eval_first": word})
+    yes, no = lines_of(tmp_path / "yes"), lines_of(tmp_path / "no")
+    assert [row["step"] for row in yes if "eval_reward" in row] == steps
+    assert no == [row for row in yes if row["step"]]
+    assert not (tmp_path / "no" / "completions" / "step-00000000.txt").exists()
+
+
 @pytest.mark.tier("wide")
 @pytest.mark.parametrize("dtype", ["auto", "mxfp4"])
 def test_the_toy_learns_from_its_reward(tmp_path, dtype):

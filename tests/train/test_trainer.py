@@ -272,6 +272,28 @@ def test_run_writes_its_files(tiny):
     assert gc.isenabled()
 
 
+@pytest.mark.parametrize(("interval", "steps"), [(2, [0, 2, 4]), (3, [0, 3, 4]), (0, [4])])
+def test_the_first_evaluation_may_be_left_out(tiny, tmp_path, interval, steps):
+    words = [f"train.eval_interval={interval}", "checkpoint.interval=1"]
+    found = {}
+    for word in ("yes", "no"):
+        more = [f"train.eval_first={word}", f"output_dir={tmp_path / word}"]
+        found[word] = fit(tiny(*words, *more))
+    assert list(losses(found["yes"], "eval_loss")) == steps
+    left = losses(found["no"], "eval_loss")
+    assert left == {k: v for k, v in losses(found["yes"], "eval_loss").items() if k}
+    assert losses(found["no"]) == losses(found["yes"])
+    assert_same_weights(found["no"], found["yes"])
+
+
+@pytest.mark.parametrize(("word", "steps"), [("yes", [0, 2, 3, 4]), ("no", [2, 3, 4])])
+def test_a_resumed_run_has_no_first_evaluation(tiny, word, steps):
+    words = [f"train.eval_first={word}", "train.eval_interval=3", "checkpoint.interval=2"]
+    fit(tiny(*words, "train.steps=2"))  # evaluates at its end, step 2
+    rows = read_metrics(fit(tiny(*words, "train.steps=4")).reporter.log.path)
+    assert [row["step"] for row in rows if "eval_loss" in row] == steps
+
+
 @pytest.mark.parametrize("eval_rows", [3, 7, 10_000])
 def test_held_out_loss_does_not_depend_on_the_micro_batch(tiny, eval_rows):
     """Five rows were once padded by file order to whole micro-batches, which changed the loss."""
