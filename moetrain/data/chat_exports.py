@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from moetrain.config.sources import shortened
-from moetrain.data.messages import BadLineError, Message, is_dialogue, role_of, text_of
+from moetrain.data.messages import BadLineError, Message, is_dialogue, no_turns, role_of, text_of
 from moetrain.data.openai_logs import turns_of_items
 from moetrain.data.warned import warn_once
 
@@ -89,16 +89,37 @@ def place_in_export(record: Mapping[str, Any]) -> str | None:
     return next((field for x in _PROGRAMS if (field := x.field(record)) is not None), None)
 
 
+def place_of_no_turns(record: Mapping[str, Any]) -> str | None:
+    """Return the place of the messages in an export of a chat without any. None: it is none.
+
+    ``record`` has no known form. A chat in which nothing was asked has an empty list, or a tree
+    without nodes. ``messages`` of LibreChat and LM Studio are found empty where messages are read.
+    """
+    for field in ("chat_messages", "mapping", "messagesTree"):
+        if record.get(field) in ([], {}):
+            return field
+    chat = record.get("chat")
+    place, chat = ("chat.", chat) if isinstance(chat, dict) else ("", record)
+    history = chat.get("history")
+    if isinstance(history, dict) and history.get("messages") == {}:
+        return f"{place}history.messages"
+    is_chat = place and not history and chat.get("messages") == []
+    return "chat.messages" if is_chat and chat.keys() <= _CHAT_OF_OPEN_WEBUI else None
+
+
 def read_export(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return an export of a chat program with ``messages``, and any other record as it is.
 
-    Raises BadLineError: the record does not say which branch is the conversation, turns of it are
-    not in the record or are not whole, or it has a call, a file or a text that would be lost.
+    Raises BadLineError: the chat has no turns, the record does not say which branch is the
+    conversation, turns of it are not in the record or are not whole, or it has a call, a file or a
+    text that would be lost.
     """
     program = next((x for x in _PROGRAMS if x.field(record) is not None), None)
     if program is None:
         return {**record}
     turns, system = program.read(record)
+    if not turns:
+        raise no_turns(str(program.field(record)))
     for i in range(1, len(turns)):
         if turns[i - 1]["role"] == turns[i]["role"] == "assistant":
             said = " and ".join(shortened(text_of(turn)) for turn in turns[i - 1 : i + 1])

@@ -152,6 +152,15 @@ class BadLineError(Exception):
         self.field, self.kind = field, kind
 
 
+def no_turns(name: str) -> BadLineError:
+    """Make the error for a dialogue without any turn in the field ``name``."""
+    return BadLineError(
+        f"`{name}` is empty: it is a chat without turns; leave such records out "
+        "(data.bad_records skip does)",
+        kind="a chat without turns",
+    )
+
+
 TO_UTF8 = "write the file as UTF-8 (from Windows-1252: iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW)"
 """The remedy for bytes that are not UTF-8. Windows-1252 has all letters of Latin-1, and in place of
 its control characters the euro sign, dashes and typographic quotes."""

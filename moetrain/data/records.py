@@ -18,6 +18,7 @@ from moetrain.config import ConfigError, DataSection
 from moetrain.config.sources import shortened
 from moetrain.data.characters import with_whole_characters
 from moetrain.data.chat import ChatTemplate, chosen_turns
+from moetrain.data.chat_exports import place_of_no_turns
 from moetrain.data.containers import OBJECTS
 from moetrain.data.documents import Document
 from moetrain.data.field_names import name_of_dialogue, names_renamed, renamed
@@ -47,6 +48,7 @@ from moetrain.data.messages import (
     is_said,
     lost_media,
     media_of,
+    no_turns,
     read_messages,
     refuse_masks_of_record,
     role_of,
@@ -276,10 +278,14 @@ class RecordReader:
         return None
 
     def refuse_empty(self, record: dict[str, Any]) -> None:
-        """Raise BadLineError if ``record`` has no known form only because a text in it is null.
+        """Raise BadLineError if ``record`` has no known form only because a text in it is null, or
+        because its dialogue has no turns.
 
         Its fields may be renamed already. Null is what a table has in an empty cell.
         """
+        empty = (key for key in _DIALOGUES if record.get(key) in ([], "[]"))
+        if (name := next(empty, None) or place_of_no_turns(record)) is not None:
+            raise no_turns(name)
         for key in sorted(record, key=self.text_field.__eq__):  # the text of a document comes last
             if record[key] is not None or key in _NO_TEXTS:
                 continue
@@ -380,8 +386,7 @@ class RecordReader:
 
     def _messages(self, record: dict[str, Any], name: str) -> list[Document]:
         if record[name] in ([], "[]"):  # ShareGPT has such records
-            said = f"`{name}` is not a list of turns: {shortened(record[name])}"
-            raise BadLineError(f"{said}; give one turn or more, or leave such records out")
+            raise no_turns(name)
         messages = read_messages(record[name], name)
         refuse_lost_answer(record, messages, name)
         return self._dialogue(with_system(messages, record.get("system"), name), record)

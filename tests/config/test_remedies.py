@@ -1083,8 +1083,8 @@ RECORDS: dict[str, tuple[Any, dict[str, Any], str, list[Any]]] = {
     "no turns": (
         {"messages": []},
         {},
-        "is not a list of turns: .*; give one turn or more, or leave such records out",
-        [CHAT, None],
+        "`messages` is empty: it is a chat without turns; leave such records out",
+        [None],
     ),
     "turns of text": (
         {"messages": ["a?", "a!"]},

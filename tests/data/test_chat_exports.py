@@ -5,14 +5,19 @@ others read. The right texts are transformers' renderings of OpenAI's messages.
 """
 
 import copy
+import json
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from moetrain.data.chat import CHATML, BadLineError, ChatTemplate
+from moetrain.data.loader import build_data
 from moetrain.data.records import RecordReader
 from moetrain.data.warned import SEEN
+from tests.lib.data_files import BYTE_VOCAB, config, write_lines
 
 USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 AGAIN, LAST = {"role": "user", "content": "r"}, {"role": "assistant", "content": "b"}
@@ -265,6 +270,52 @@ def test_the_chosen_branch_is_learned(name: str, caplog):
 
 def without(record: dict, *keys: str) -> dict:
     return {key: value for key, value in record.items() if key not in keys}
+
+
+EMPTY: dict[str, tuple[dict, str]] = {
+    "ChatGPT": ({**CHATGPT, "mapping": {}, "current_node": None}, "mapping"),
+    "ChatGPT's root": (
+        {**CHATGPT, "mapping": {"root": CHATGPT["mapping"]["root"]}, "current_node": "root"},
+        "mapping",
+    ),
+    "Claude.ai": ({**CLAUDE, "chat_messages": [], "current_leaf_message_uuid": None}, "chat_mess"),
+    "LibreChat": ({**LIBRECHAT, "messages": []}, "messages"),
+    "LibreChat's tree": ({"conversationId": "c-1", "messagesTree": []}, "messagesTree"),
+    "LM Studio": ({**LM_STUDIO, "messages": []}, "messages"),
+    "Open WebUI": (
+        {"chat": {"title": "x", "history": {"messages": {}, "currentId": None}, "messages": []}},
+        r"chat\.history\.messages",
+    ),
+    "Open WebUI's messages": ({"chat": {"title": "x", "messages": []}}, r"chat\.messages"),
+    "LMSYS-Chat": ({"conversation_id": "c-1", "conversation": []}, "conversation"),
+}
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_a_chat_in_which_nothing_was_asked_is_named_as_that(name: str, tmp_path: Path, caplog):
+    record, place = EMPTY[name]
+    with pytest.raises(
+        BadLineError, match=rf"^`{place}\w*` is empty: it is a chat without turns; leave such"
+    ):
+        reader().documents(record)
+    # As the error says, data.bad_records skip leaves the chat out.
+    whole = EXPORTS.get(name.partition("'")[0], {"messages": [USER, ANSWER, AGAIN, LAST]})
+    path = tmp_path / "conversations.json"
+    path.write_text(json.dumps([record, whole, whole]))
+    how: dict[str, Any] = {"eval_fraction": 0, "streaming": "no", "seq_len": 256}
+    data = build_data(config(tmp_path, path=str(path), bad_records="skip", **how), BYTE_VOCAB)
+    assert "a chat without turns" in caplog.text
+    only = write_lines(tmp_path / "whole.jsonl", *[whole] * 2)
+    expected = build_data(config(tmp_path, path=str(only), **how), BYTE_VOCAB)
+    rows = [x.train.row(i).tokens_S for x in (data, expected) for i in range(len(x.train))]
+    assert len(rows) == 2 * len(expected.train)
+    assert all(map(np.array_equal, rows, rows[len(expected.train) :]))
+
+
+def test_an_empty_list_beside_another_form_is_no_chat():
+    empty = {"mapping": {}, "chat_messages": [], "conversation": []}
+    for record in ({"text": "x"}, {"question": "q", "answer": "a"}):
+        assert reader().documents({**record, **empty}) == reader().documents(record)
 
 
 def test_the_only_branch_needs_no_choice():

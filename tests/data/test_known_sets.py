@@ -662,7 +662,10 @@ def test_other_metadata_is_no_tools(metadata: object):
         ),
         ({"prompt": [USER], "answer": "a"}, "; write `answer` as `completion`, or .*" + _OF_RL),
         ({"prompt": "q", "response": "a", "idx": 3}, "; write `response` as `completion`"),
-        ({"messages": []}, r"turns: \[\]; give one turn or more, or leave such records out"),
+        (
+            {"messages": []},
+            "`messages` is empty: it is a chat without turns; leave such records",
+        ),
         ({"conversation": [USER]}, "`conversation` is read as `messages`: `messages` has no assi"),
         (
             {"trajectory": [USER, {"role": "assistant"}]},
