@@ -97,10 +97,15 @@ _PLACES = {"path", "paths", "file", "files"}
 _OF_FILES = [{"inline", "data"}, {"file", "data"}, {"file"}, {"input", "file"}, {"document"}]
 """The words in names of parts of ``content`` with a file, perhaps a picture: Gemini's
 ``inlineData``, OpenAI's ``input_file``."""
+_PARTS_OF_THOUGHTS = ("thinking", "reasoningContent")
+_THOUGHT_AS_TEXT = (
+    "write its text in `content` where it belongs, between the marks of the model's thoughts, such "
+    "as <think> and </think>"
+)
+"""Advice on a thought in a turn that is not the assistant's."""
 _PARTS_OF_CALLS = ("tool_use", "toolUse", "functionCall")
 _ELSEWHERE = {
-    "thinking": ", and thoughts as `reasoning_content`",
-    "reasoningContent": ", and thoughts as `reasoning_content`",
+    **dict.fromkeys(_PARTS_OF_THOUGHTS, ", and thoughts as `reasoning_content`"),
     **dict.fromkeys(_PARTS_OF_CALLS, ", and calls as `tool_calls`"),
     **dict.fromkeys(
         ("tool_result", "toolResult", "functionResponse"),
@@ -249,7 +254,8 @@ def read_messages(
         name: the field that holds the messages, for errors.
         num_given: number of messages at the beginning that are a prompt. The message after them
             begins a turn, even if it is a call or goes on with the turn before it.
-        strict: True: refuse masks that are not read, and pictures and sounds. False: ignore them.
+        strict: True: refuse masks that are not read, thoughts of turns of other roles than the
+            assistant's, and pictures and sounds. False: ignore them.
 
     Raises BadLineError: ``messages`` are no conversation, or have something that is refused.
     """
@@ -274,6 +280,7 @@ def read_messages(
             continue  # tables have such a turn where a conversation has no system text
         if strict:
             _refuse_masks(message, f"{name}[{i}]")
+            _refuse_thought(message, f"{name}[{i}]")
         turn = _read_turn(message, f"{name}[{i}]", has_masks)
         begins = not turns or turns[-1]["role"] != "assistant" or 0 < i == num_given
         if turn["role"] == _CALL:
@@ -586,7 +593,7 @@ def _read_turn(message: Mapping[str, Any], where: str, has_masks: bool) -> Messa
     if calls:
         turn["tool_calls"] = calls
     if isinstance(content, list):
-        turn["content"] = content = [_read_part(part, where) for part in content]
+        turn["content"] = content = [_read_part(part, where, role) for part in content]
     elif not isinstance(content, str) and not (content is None and calls):
         said = f"{where}.content is missing or not text: {shortened(turn)}"
         raise BadLineError(f"{said}; give text in `content`{_also_in_parts(turn)}")
@@ -790,6 +797,20 @@ def _refuse_masks(message: Mapping[str, Any], where: str) -> None:
                 raise _unread_mask(f"`{key}` of a part of {where}.content", value, "turns")
 
 
+def _refuse_thought(message: Mapping[str, Any], where: str) -> None:
+    """Raise BadLineError if a turn that is not the assistant's has a thought beside its content.
+
+    Templates write it before the content, or nowhere.
+    """
+    role = role_of(message)
+    if role not in _ROLES.values() or role in ("assistant", _CALL):
+        return
+    for key in REASONING:
+        if (value := message.get(key)) and (not isinstance(value, str) or value.strip()):
+            said = f"{where}.{key} is a thought in a turn of role {role}: {shortened(value)}"
+            raise BadLineError(f"{said}; {_THOUGHT_AS_TEXT}, or leave it out")
+
+
 def refuse_masks_of_record(record: Mapping[str, Any], train_on: str = "all") -> None:
     """Raise BadLineError if a mask of ``record`` is not read, or says not to learn the record.
 
@@ -886,8 +907,9 @@ def _is_something(value: object) -> bool:
     return value not in (None, "", b"", "[]", False)
 
 
-def _read_part(part: object, where: str) -> dict[str, Any]:
-    """Read a part of ``content``, and keep its other keys, such as ``citations``.
+def _read_part(part: object, where: str, role: str) -> dict[str, Any]:
+    """Read a part of ``content`` of a turn of ``role``, and keep its other keys, such as
+    ``citations``.
 
     Raises BadLineError: the part is no text.
     """
@@ -898,7 +920,14 @@ def _read_part(part: object, where: str) -> dict[str, Any]:
         is_file = any(words_of(name) in _OF_FILES for name in names)
         if is_file or not frozenset().union(*map(words_of, names)).isdisjoint(MEDIA):
             raise BadLineError(f"{said}; leave such records out: the answer is about it")
-        also = next((_ELSEWHERE[name] for name in names if name in _ELSEWHERE), "")
+        named = next((name for name in names if name in _ELSEWHERE), None)
+        if (
+            named in _PARTS_OF_THOUGHTS and role != "assistant"
+        ):  # Magistral's prompt shows their form
+            raise BadLineError(f"{said}; {_THOUGHT_AS_TEXT}")
+        also = _ELSEWHERE[named] if named else ""
+        if isinstance(part, dict) and isinstance(part.get("thinking"), list):  # Mistral's
+            also = ", and the texts of thoughts, joined to one text, as `reasoning_content`"
         raise BadLineError(f"{said}; give texts alone{also}")
     others = {key: value for key, value in part.items() if value is not None}
     return {**others, "type": "text", "text": part["text"]}

@@ -12,6 +12,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from moetrain.config import Config, ConfigError
 from moetrain.data.chat import CHATML, BadLineError, ChatTemplate
+from moetrain.data.messages import read_messages
 from moetrain.data.records import RecordReader
 from moetrain.data.tokenizer import ByteTokenizer
 from moetrain.data.warned import SEEN
@@ -350,6 +351,48 @@ def test_parts_that_are_no_text_are_refused_with_their_place(part: object, remed
     with pytest.raises(BadLineError) as caught:
         ChatTemplate(PLAIN, {}).documents([USER, {**SAID, "content": [part]}])
     assert str(caught.value).endswith(f"; give texts alone{remedy}")
+
+
+# Mistral's ThinkChunk. Magistral's prompt shows in one which form a thought has.
+THINKS = {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}], "closed": True}
+
+
+def test_the_texts_of_mistrals_thought_become_one_text():
+    first, last = {"type": "text", "text": "Ho"}, {"type": "text", "text": "!"}
+    thinks = {**THINKS, "thinking": [*THINKS["thinking"], {"type": "text", "text": " so"}]}
+    says = "; give texts alone, and the texts of thoughts, joined to one text, as `reasoning_con"
+    with pytest.raises(BadLineError, match=rf"messages\[1\].content .*{says}"):
+        read_messages([USER, {**SAID, "content": [thinks, first, last]}])
+    followed = {**SAID, "content": [first, last], "reasoning_content": "hm so"}
+    ((text, _),) = ChatTemplate(CHATML, {}).documents([USER, followed])
+    right = {**SAID, "content": "Ho!", "reasoning_content": "hm so"}
+    rendered, _ = render_jinja_template([[USER, right]], chat_template=CHATML)
+    assert text == rendered[0].rstrip()
+
+
+@pytest.mark.parametrize("role", ["system", "user", "tool"])
+def test_a_thought_in_another_turn_than_the_assistants_stays_where_it_is(role: str):
+    before, behind = {"type": "text", "text": "Think:"}, {"type": "text", "text": "Then answer."}
+    marked = [before, {"type": "text", "text": "<think>hm</think>"}, behind]
+    says = "; write its text in `content` where it belongs, between the marks of the model's tho"
+    for part in (THINKS, {"type": "thinking", "thinking": "hm"}):
+        with pytest.raises(BadLineError, match=rf"messages\[0\].content .*{says}.* </think>$"):
+            read_messages([{"role": role, "content": [before, part, behind]}, USER, SAID])
+    for key in ("reasoning_content", "thinking", "reasoning"):
+        for value in ("hm", ["hm"]):
+            turn = {"role": role, "content": [before, behind], key: value}
+            with pytest.raises(
+                BadLineError,
+                match=rf"messages\[0\].{key} is a thought in a turn of role {role}.*{says}",
+            ):
+                read_messages([turn, USER, SAID])
+            assert read_messages([turn | {key: " "}, USER, SAID])
+    # As both errors say.
+    followed = [{"role": role, "content": marked}, USER, SAID]
+    ((text, _),) = ChatTemplate(CHATML, {}).documents(followed)
+    right = {"role": role, "content": "Think:<think>hm</think>Then answer."}
+    rendered, _ = render_jinja_template([[right, USER, SAID]], chat_template=CHATML)
+    assert text == rendered[0].rstrip()
 
 
 @pytest.mark.parametrize(
