@@ -814,16 +814,16 @@ def _refuse_thought(message: Mapping[str, Any], where: str) -> None:
 def refuse_masks_of_record(record: Mapping[str, Any], train_on: str = "all") -> None:
     """Raise BadLineError if a mask of ``record`` is not read, or says not to learn the record.
 
-    ``weight`` is read elsewhere. A number in ``loss`` is a loss that was measured. ``mask`` may
-    name the role that is not learned, as in NeMo's chats. ``train_on`` is ``data.train_on``: if it
-    is ``last``, a record may say that only its last answer is learned.
+    ``weight`` is read elsewhere. A number in ``loss`` is a loss that was measured. NeMo's ``mask``
+    names the role that is not learned, which has to be the user. ``train_on`` is ``data.train_on``:
+    if it is ``last``, a record may say that only its last answer is learned.
     """
     for key, value in record.items():
         if _is_switch(key, value):
             _refuse_switch(key, value, train_on)
             continue
         if key == "mask" and isinstance(value, str) and not is_mask(value):
-            is_read = role_of({"role": value}) != "assistant"
+            is_read = _masks_users_or_no_role(value, record)
         elif key == "weight" or not says_what_is_learned(key) or not is_mask(value):
             is_read = True
         elif isinstance(meant := value_in(value), bool):
@@ -832,6 +832,19 @@ def refuse_masks_of_record(record: Mapping[str, Any], train_on: str = "all") -> 
             is_read = isinstance(meant, int | float) and (key == "loss" or meant == 1)
         if not is_read:
             raise _unread_mask(f"`{key}`", value, "records or turns")
+
+
+def _masks_users_or_no_role(mask: str, record: Mapping[str, Any]) -> bool:
+    """Return whether NeMo's ``mask`` names the user alone, or is no list of roles.
+
+    The roles that it may name are the known ones, and those of the turns of ``record``.
+    """
+    names = {*_ROLES.values()}
+    for field in ("messages", "conversations"):
+        if is_dialogue(turns := turns_in(record.get(field), field)):
+            names |= {str(role_of(turn)) for turn in turns if isinstance(turn, dict)}
+    roles = {role_of({"role": each}) for each in re.split(r"[,;|/+&]", mask) if each.strip()}
+    return roles <= {"user"} or not roles <= names
 
 
 def _refuse_switch(key: str, value: object, train_on: str) -> None:

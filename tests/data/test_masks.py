@@ -4,6 +4,7 @@ A turn's ``train`` is axolotl's, ``trainable`` the Tinker cookbook's, ``loss`` a
 ms-swift's. ``train_detail`` is in axolotl's page on conversations, with spans of a turn.
 """
 
+import json
 import re
 
 import pytest
@@ -100,6 +101,24 @@ def test_masks_of_records_are_refused(key: str):
     for record in ({"messages": [USER, ANSWER]}, {"text": "x"}, {"prompt": "x", "completion": "y"}):
         with pytest.raises(BadLineError, match=rf"`{key}` is .* write .weight.: 0 in records or"):
             RecordReader(ChatTemplate(CHATML, {})).documents({**record, key: MASKS[key]})
+
+
+@pytest.mark.parametrize(
+    "mask",
+    ["System", "Assistant", "User,Assistant", "System, User", "user|tool", "Ann", "Ann,User"],
+)
+def test_a_mask_of_nemos_that_names_others_than_the_user_is_refused(mask: str):
+    """NeMo learns all turns but those of the role in ``mask``. Here the assistant's alone are."""
+    named = [{"from": "Ann", "value": "hm"}] if "Ann" in mask else []
+    turns = [{"from": "User", "value": "q"}, *named, {"from": "Assistant", "value": "a"}]
+    with pytest.raises(BadLineError, match=r"`mask` is .*; write .weight.: 0 in records or turns"):
+        learned({"conversations": turns, "mask": mask, "system": "S"})
+    with pytest.raises(BadLineError, match=r"`mask` is .*; write .weight.: 0 in records or turns"):
+        learned({"conversations": json.dumps(turns), "mask": mask})
+    for read in ("User", " human ", "User,Human", "<mask>", "a text of its own"):
+        assert learned({"conversations": turns, "mask": read, "system": "S"}) == ["a"]
+    # As the error says, without `mask`.
+    assert learned({"conversations": turns, "system": "S"}) == ["a"]
 
 
 @pytest.mark.parametrize(
