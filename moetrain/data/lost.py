@@ -158,16 +158,19 @@ _FUNCTIONS = {
 _IDS_OF_DIALOGUES = [
     *(frozenset({x, "id"}) for x in ("dialogue", "dialog", "conversation", "conv", "session")),
     frozenset({"thread", "id"}),
+    frozenset({"thread", "ts"}),
 ]
-"""The words in names of the number of a conversation, such as Claude Code's ``sessionId``."""
+"""The words in names of the number of a conversation, such as Claude Code's ``sessionId`` and
+Slack's ``thread_ts``."""
 _OF_PARENTS = {"parent", "id", "uuid", "message", "turn", "comment", "post", "tweet"}
 """Words in the name of a field with the id of the turn before a turn, one of them parent."""
 _OF_PERSONS = {"user", "name", "author", "screen"}
 """Words in the name of a field with whom a turn replies to, and not with the turn itself."""
 _IDS_OF_TURNS = [
-    frozenset({x, y}) for x in ("turn", "response", "utterance") for y in ("id", "idx")
+    *(frozenset({x, y}) for x in ("turn", "response", "utterance") for y in ("id", "idx")),
+    frozenset({"ts"}),
 ]
-"""The words in names of the number of a turn in its conversation."""
+"""The words in names of the number of a turn in its conversation, such as Slack's ``ts``."""
 _OF_BEFORE = {"prev", "previous", "prior", "earlier", "past", "history", "context"}
 """Words in the names of turns that come before those of a record, such as GeneralThought's
 ``prev_messages``."""

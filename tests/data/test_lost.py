@@ -1862,6 +1862,23 @@ def test_a_text_that_answers_another_is_named(key: str, value: Any, is_named: bo
     assert (f"`{key}` of records names the turn before them" in caplog.text) is is_named
 
 
+def test_a_message_of_a_thread_of_slacks_is_named(caplog):
+    """``thread_ts`` is the ``ts`` of the first message of the thread, as Slack's API has it."""
+    message = {"type": "message", "user": "U1", "text": "We look.", "ts": "1709280060.000200"}
+    thread = {"thread_ts": "1709280000.000100", "parent_user_id": "U2"}
+    SEEN.clear()
+    assert documents(message)
+    assert "learned alone" not in caplog.text
+    assert documents({**message, **thread})
+    says = "`thread_ts` and `ts` of records number the turns of conversations: each is learned "
+    assert f"{says}alone; write whole conversations as `messages`" in caplog.text
+    SEEN.clear()
+    caplog.clear()
+    turns = [{"role": "user", "content": "VPN?"}, {"role": "assistant", "content": "We look."}]
+    assert documents({"messages": turns, **thread, "ts": message["ts"]})  # as the warning says
+    assert "learned alone" not in caplog.text
+
+
 def test_advice_on_a_log_names_the_parts_that_other_requests_may_have():
     """The first record of a log may have no tools and no system's text, and the second has."""
     answer = {"choices": [{"index": 0, "message": ANSWER}]}
