@@ -166,6 +166,10 @@ _OF_PARENTS = {"parent", "id", "uuid", "message", "turn", "comment", "post", "tw
 """Words in the name of a field with the id of the turn before a turn, one of them parent."""
 _OF_PERSONS = {"user", "name", "author", "screen"}
 """Words in the name of a field with whom a turn replies to, and not with the turn itself."""
+_OF_NOTES = {"is", "jsd", "comment", "message", "note", "post", "reply", "turn"}
+_HIDDEN = ({"private"}, {"internal"}, {"confidential"}, {"hidden"})
+"""The words, but for some of ``_OF_NOTES``, in the names of keys that are true of a turn which only
+one side of a dialogue sees. ``public`` (Jira's ``jsdPublic``) is false of it."""
 _IDS_OF_TURNS = [
     *(frozenset({x, y}) for x in ("turn", "response", "utterance") for y in ("id", "idx")),
     frozenset({"ts"}),
@@ -981,6 +985,22 @@ def warn_of_parent(record: Mapping[str, Any]) -> None:
                 f"`{key}` of records names the turn before them: each is learned alone, without "
                 "it; write whole conversations as `messages` to learn answers behind what was said",
             )
+
+
+def warn_of_notes(turns: Iterable[Mapping[str, Any]]) -> None:
+    """Warn once if a key of a turn says that not all of the dialogue see it: Zendesk's ``public``,
+    Freshdesk's ``private``."""
+    for turn in turns:
+        for key, value in turn.items():
+            words = words_of(key) - _OF_NOTES
+            is_hidden = words == {"public"} if truth_of(value) is False else words in _HIDDEN
+            if is_hidden and truth_of(value) is not None:
+                warn_once(
+                    f"notes by {key}",
+                    f"`{key}` of turns is {shortened(value)}, as of a note that only one side of a "
+                    f"dialogue sees: they are read as all turns are, such as "
+                    f"{shortened(text_of(turn))}; leave such turns out",
+                )
 
 
 def names_turn_before(key: str, value: object) -> bool:

@@ -116,7 +116,7 @@ def read_answers(
         answers = [[{"role": "assistant", "content": text}] for text in answers]
     found = _dialogues(record, answers, asked, needs_prompt)
     for key, dialogue in zip(keys, found.dialogues, strict=True):
-        _warn_of_answers_in_a_row(key, dialogue[found.num_given :])
+        warn_of_answers_in_a_row(key, dialogue[found.num_given :])
     return found
 
 
@@ -148,14 +148,22 @@ def _are_texts(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(x, str) for x in value)
 
 
-def _warn_of_answers_in_a_row(key: str, turns: Sequence[Message]) -> None:
-    """Warn if the assistant's ``turns`` without calls follow each other: they may be answers."""
-    are_plain = [_is_answer(turn) and not turn.get("tool_calls") for turn in turns]
-    if any(a and b for a, b in pairwise(are_plain)):
+def warn_of_answers_in_a_row(key: str, turns: Sequence[Message]) -> None:
+    """Warn if an answer of the assistant's ``turns`` follows another: one may replace the other.
+
+    A turn with calls, or of Harmony's channels analysis and commentary, begins an answer.
+    """
+    said = [turn if _is_answer(turn) else {} for turn in turns]
+    for before, turn in pairwise(said):
+        is_whole = before and not before.get("tool_calls")
+        is_whole = is_whole and before.get("channel") in (None, "final")
+        if not is_whole or not turn or turn.get("tool_calls") or turn.get("weight") == 0:
+            continue
         warn_once(
             "answers in a row",
             f"`{key}` of records has turns of the assistant that follow each other, which are read "
-            "as one dialogue; if they are several answers, write a record of each",
+            "as one dialogue; if they are several answers, write a record of each, and if one goes "
+            "on with the other, join them",
         )
 
 

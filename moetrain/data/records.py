@@ -37,6 +37,7 @@ from moetrain.data.lost import (
     refuse_lost_answer,
     unread_fields,
     warn_of_envelopes,
+    warn_of_notes,
     warn_of_parent,
     warn_of_tie,
 )
@@ -70,6 +71,7 @@ from moetrain.data.pairs import (
     label_of,
     read_answers,
     read_history,
+    warn_of_answers_in_a_row,
     with_system,
 )
 from moetrain.data.tokenizer import Tokenizer
@@ -360,6 +362,7 @@ class RecordReader:
         said = said[-1:] if self.train_on == "last" else said
         if said and (needs_text or self.reads_labels) and not any(map(_is_filled, said)):
             return []
+        warn_of_notes(messages)
         is_empty = False  # answers of pairs and with a label are not
         if not self.reads_pairs:
             chosen = chosen_turns(messages, train_on=self.train_on, num_given=num_given)
@@ -389,6 +392,7 @@ class RecordReader:
             raise no_turns(name)
         messages = read_messages(record[name], name)
         refuse_lost_answer(record, messages, name)
+        warn_of_answers_in_a_row(name, messages)
         return self._dialogue(with_system(messages, record.get("system"), name), record)
 
     def _alpaca(self, record: dict[str, Any]) -> list[Document]:

@@ -1862,6 +1862,57 @@ def test_a_text_that_answers_another_is_named(key: str, value: Any, is_named: bo
     assert (f"`{key}` of records names the turn before them" in caplog.text) is is_named
 
 
+@pytest.mark.parametrize(
+    ("said", "is_warned"),
+    [
+        (["a", "b"], True),
+        (["a", USER, "b"], False),
+        ([{**ANSWER, **CALLS}, "b"], False),
+        (["a", {**ANSWER, "weight": 0}], False),
+        ([{**ANSWER, "weight": 0}, "b"], True),
+        ([{"role": "assistant", "content": "", "reasoning_content": "so"}, "b"], False),
+    ],
+    ids=str,
+)
+def test_answers_of_a_dialogue_that_follow_each_other_are_said(said: list, is_warned: bool, caplog):
+    """The comments of a ticket, written as turns, may have two of the agent's in a row."""
+    turns = [{**ANSWER, "content": x} if isinstance(x, str) else x for x in said]
+    SEEN.clear()
+    assert documents({"messages": [USER, *turns]})
+    says = "`messages` of records has turns of the assistant that follow each other, which are read"
+    assert (says in caplog.text) is is_warned
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "is_named"),
+    [
+        ("public", False, True),  # Zendesk
+        ("jsdPublic", "false", True),  # Jira Service Management
+        ("private", True, True),  # Freshdesk
+        ("is_private", True, True),
+        ("internal", True, True),
+        ("isInternalNote", True, True),
+        ("public", True, False),
+        ("is_private", False, False),
+        ("internal", "a word", False),
+        ("public_key", False, False),
+        ("hidden", 0, False),
+    ],
+)
+def test_a_note_that_only_one_side_sees_is_named(key: str, value: Any, is_named: bool, caplog):
+    note = {"role": "assistant", "content": "The customer is a VIP."}
+    for turns in ([USER, {**note, key: value}], [USER, {**note, key: value}, USER, ANSWER]):
+        SEEN.clear()
+        caplog.clear()
+        assert documents({"messages": turns})
+        says = f"`{key}` of turns is {value!r}, as of a note that only one side of a dialogue sees"
+        assert (says in caplog.text) is is_named
+    SEEN.clear()
+    caplog.clear()
+    assert documents({"messages": [USER, ANSWER]})  # as the warning says
+    assert "of a note" not in caplog.text
+
+
 def test_a_message_of_a_thread_of_slacks_is_named(caplog):
     """``thread_ts`` is the ``ts`` of the first message of the thread, as Slack's API has it."""
     message = {"type": "message", "user": "U1", "text": "We look.", "ts": "1709280060.000200"}
