@@ -1288,8 +1288,10 @@ def _remedy_for_rounds(record: Mapping[str, Any]) -> str | None:
     asked = [key for key in lists if key.lower() in _SEVERAL_QUESTIONS]
     said = [
         key
-        for key in lists
-        if key.lower() in _SEVERAL and asked and len(lists[key][1]) == len(lists[asked[0]][1]) > 1
+        for key in lists  # QuAC's `orig_answers` have one of the several `answers` to each question
+        if key.lower().removeprefix("orig_") in _SEVERAL
+        and asked
+        and len(lists[key][1]) == len(lists[asked[0]][1]) > 1
     ]
     if not said:
         return None
@@ -1544,6 +1546,8 @@ def _is_pair_of_texts(value: object) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(map(_is_text, value))
 
 
+_OF_PASSAGES = {"context", "passage", "background", "story", "title"}
+"""Words in the names of texts that a question may be about, and that are no answer."""
 _OF_CHANGES = {"patch", "diff"}
 _ON_CHANGES = {"msg", "message", "comment", "review", "commit_message"}
 """Names of a change to a program, and of what is said about it: CodeReviewer's."""
@@ -1563,15 +1567,23 @@ def remedy_for_columns(record: Mapping[str, Any]) -> str | None:
         others = [key for key in texts if key not in (change, said)]
         asked = f"`{change}`" + f" with {_all_of(others)}" * bool(others)
         return f"write {asked} as `instruction` and `{said}` as `output`"
+    answers = [key for key in texts if not _names_passage(key)]
+    if not answers:
+        return None
     if len(texts) == 2:
-        first, second = texts
+        first = next(key for key in texts if key != answers[-1])
         return (
-            f"if `{first}` is what is asked and `{second}` the answer, rename them `instruction` "
-            "and `output`"
+            f"if `{first}` is what is asked and `{answers[-1]}` the answer, rename them "
+            "`instruction` and `output`"
         )
     return (
-        f"write what is asked as `instruction` and what is learned, {_one_of(texts)}, as `output`"
+        f"write what is asked as `instruction` and what is learned, {_one_of(answers)}, as `output`"
     )
+
+
+def _names_passage(key: str) -> bool:
+    """Return whether a name is that of a text which a question may be about, or of its title."""
+    return key.lower() in PASSAGES or not words_of(key).isdisjoint(_OF_PASSAGES)
 
 
 def _is_wordy(value: object) -> bool:

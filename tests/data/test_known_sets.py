@@ -723,7 +723,42 @@ COQA = {
     "questions": [{"input_text": "q", "turn_id": i} for i in (1, 2)],
     "answers": [{"input_text": "a", "span_text": "a b", "turn_id": i} for i in (1, 2)],
 }
+QUAC = {
+    "dialogue_id": "C_1",
+    "wikipedia_page_title": "Malayali",
+    "background": "They are an ethnic group.",
+    "section_title": "Language",
+    "context": "They speak one language. CANNOTANSWER",
+    "turn_ids": ["C_1_q#0", "C_1_q#1"],
+    "questions": ["q", "q"],
+    "followups": [2, 1],
+    "yesnos": [2, 2],
+    "answers": {"texts": [["a", "b"], ["a"]], "answer_starts": [[0, 0], [3]]},
+    "orig_answers": {"texts": ["a", "a"], "answer_starts": [0, 3]},
+}
+ON_PASSAGES = {"role": "user", "content": f"{QUAC['background']}\n{QUAC['context']}\n\nq"}
 FOLLOWED = [
+    (
+        QUAC,
+        r"; write `questions\[\]` as turns of the user and `orig_answers\.texts\[\]` as those of "
+        "the assistant, one after the other, as `messages`, with `background` and `context` at the "
+        "beginning of the first question, or name",
+        {**QUAC, "messages": [ON_PASSAGES, ANSWER, USER, ANSWER]},
+        [theirs([ON_PASSAGES, ANSWER, USER, ANSWER])],
+    ),
+    (
+        {"notice": "we close soon", "article_background": "they open at nine"},
+        "; none is near: if `article_background` is what is asked and `notice` the answer, rename",
+        {"instruction": "q", "output": "a"},
+        [CHAT],
+    ),
+    (
+        {"notice": "we close soon", "context": "they open at nine", "memo": "all of it"},
+        "; none is near: write what is asked as `instruction` and what is learned, one of `notice` "
+        "and `memo`, as `output`, leave",
+        {"instruction": "q", "output": "a"},
+        [CHAT],
+    ),
     (ULTRA, "write a good one as `output`, or", {**ULTRA, "output": "a"}, [CHAT]),
     (ULTRA, "better one as `chosen`, the other as `rejected`, or name", {**ULTRA, **BOTH}, 0),
     (
@@ -1723,3 +1758,9 @@ def test_what_a_program_checks_an_answer_by_is_no_answer(check: dict | list):
         assert len(documents({"messages": [USER, ANSWER], "ground_truth": value})) == 1
     with pytest.raises(BadLineError, match="`ground_truth` seems to be its answer"):
         documents({"messages": [USER], "ground_truth": '{"name": "Ann"}'})
+
+
+def test_a_passage_is_never_offered_as_the_answer():
+    passages = {"background": "they are a people", "story": "they speak a language"}
+    with pytest.raises(BadLineError, match="none is near: fill or rename its fields, leave the"):
+        documents({**passages, "section_title": "of the language"})
