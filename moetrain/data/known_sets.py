@@ -662,7 +662,8 @@ def remedy_for(
         said = f"it has a question without two answers; {write}, or {_OF_POLICY}"
         return said if _asks(record) else None
     return (
-        _remedy_for_session(record)
+        _remedy_for_issue(record)
+        or _remedy_for_session(record)
         or _remedy_for_served(record)
         or _remedy_for_response(record, reads_labels)
         or _remedy_for_records(record)
@@ -1062,6 +1063,29 @@ def _remedy_for_question(record: Mapping[str, Any]) -> str | None:
             write + _without_thought(record) + _also_thought(record)
         )  # CoT-Collection's rationale
     return None
+
+
+def _remedy_for_issue(record: Mapping[str, Any]) -> str | None:
+    """Return the advice for an issue. None: the record is none.
+
+    In Jira's exports ``Summary`` is the title, and each comment a column ``Comment`` with the date,
+    the author and the text.
+    """
+    named = {key.lower(): key for key in record}
+    comments = [key for key in record if re.fullmatch(r"comments?\W*\d*", key, re.I)]
+    is_issue = any("issue" in words_of(key) for key in record)
+    signs = ("description" in named, bool(comments), is_issue)
+    if "summary" not in named or sum(signs) < 2:
+        return None
+    asked = [named[name] for name in ("summary", "description") if name in named]
+    asked = [key for key in asked if _is_text(record[key])]
+    comments = [key for key in comments if _is_text(record[key])]
+    if not comments or not asked:
+        return "it is an issue without a comment, which would be its answer; leave such records out"
+    return (
+        f"write {_all_of(asked)} as `instruction` and the text of {_one_of(comments)}, without its "
+        "date and author, as `output`"
+    )
 
 
 _OF_TICKETS = {"ticket", "mail", "email", "customer", "body", "message", "description"}

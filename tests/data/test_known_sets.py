@@ -736,6 +736,16 @@ QUAC = {
     "answers": {"texts": [["a", "b"], ["a"]], "answer_starts": [[0, 0], [3]]},
     "orig_answers": {"texts": ["a", "a"], "answer_starts": [0, 3]},
 }
+JIRA = {
+    **{"Summary": "Login fails", "Issue key": "WEB-1", "Issue id": "10001", "Issue Type": "Bug"},
+    **{"Status": "Done", "Priority": "High", "Assignee": "bob", "Created": "01/Feb/24 9:12 AM"},
+    **{"Description": "It says *NullPointer*", "Custom field (Story Points)": "3.0"},
+}
+ON_JIRA = {"role": "user", "content": "Login fails\n\nIt says *NullPointer*"}
+COMMENTS = {
+    "Comment": "02/Feb/24 1:00 PM;bob;Fixed in 1.2, please test",
+    "Comment 2": "03/Feb/24 2:00 PM;ann;Works, thanks",
+}
 ON_PASSAGES = {"role": "user", "content": f"{QUAC['background']}\n{QUAC['context']}\n\nq"}
 FOLLOWED = [
     (
@@ -745,6 +755,19 @@ FOLLOWED = [
         "beginning of the first question, or name",
         {**QUAC, "messages": [ON_PASSAGES, ANSWER, USER, ANSWER]},
         [theirs([ON_PASSAGES, ANSWER, USER, ANSWER])],
+    ),
+    (
+        {**JIRA, **COMMENTS},
+        "; write `Summary` and `Description` as `instruction` and the text of one of `Comment` and "
+        "`Comment 2`, without its date and author, as `output`, or name",
+        {**JIRA, **COMMENTS, "instruction": ON_JIRA["content"], "output": "Fixed in 1.2"},
+        [theirs([ON_JIRA, {"role": "assistant", "content": "Fixed in 1.2"}])],
+    ),
+    (
+        {"Summary": "Login fails", "Issue key": "WEB-1", "Comment": COMMENTS["Comment"]},
+        "; write `Summary` as `instruction` and the text of `Comment`, without its date and author",
+        {"instruction": "q", "output": "a"},
+        [CHAT],
     ),
     (
         {"notice": "we close soon", "article_background": "they open at nine"},
@@ -1764,3 +1787,12 @@ def test_a_passage_is_never_offered_as_the_answer():
     passages = {"background": "they are a people", "story": "they speak a language"}
     with pytest.raises(BadLineError, match="none is near: fill or rename its fields, leave the"):
         documents({**passages, "section_title": "of the language"})
+
+
+def test_an_issue_without_a_comment_is_to_be_left_out():
+    for record in (JIRA, {**JIRA, "Comment": None}):
+        with pytest.raises(BadLineError, match=r"it is an issue without a comment, .*; leave such"):
+            documents(record)
+    # A summary that is no title of an issue is an answer.
+    with pytest.raises(BadLineError, match="and `summary` as `output`"):
+        documents({"description": "a long text of it all", "summary": "a text", "title": "t"})
