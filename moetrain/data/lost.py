@@ -570,6 +570,7 @@ def refuse_attached(
     """
     shown: _Shown | None = None
     for i, turn in enumerate(turns):
+        _refuse_lost_parts(turn, f"messages[{i}]", reads_key)
         for place, key, value in _keys_of_turn(turn):
             words, is_answer = words_of(key), turn["role"] == "assistant"
             # A file that metadata name is where the turn is from, unless it is attached.
@@ -598,6 +599,32 @@ def refuse_attached(
                 raise BadLineError(f"{said}a turn before the answer, or leave it out")
             said = f"{where} may be a part of what is asked: {text}; write it in `content` of the "
             raise BadLineError(f"{said}turn, or leave it out")
+
+
+def _refuse_lost_parts(
+    turn: Mapping[str, Any], where: str, reads_key: Callable[[str], bool]
+) -> None:
+    """Raise BadLineError if the ``parts`` of a turn have a text that its ``content`` lacks.
+
+    Gemini's turns have several parts, and the AI SDK's have them beside ``content``. Parts that are
+    thoughts or calls, and those of an answer without content, are refused elsewhere.
+    """
+    parts, is_answer = turn.get("parts"), turn["role"] == "assistant"
+    is_empty = is_answer and "tool_calls" not in turn and not text_of(turn).strip()
+    if not isinstance(parts, list) or is_empty or reads_key("parts"):
+        return
+    shown = _Shown([text_of(turn), str(turn.get("reasoning_content", ""))])
+    for j, part in enumerate(parts):
+        if isinstance(part, Mapping):
+            is_text = part.get("type") in (None, "text") and part.get("thought") is not True
+            part = part.get("text") if is_text else None
+        if isinstance(part, str) and not shown.all_of([part]):
+            raise BadLineError(
+                f"{where}.parts[{j}] has a text that `content` lacks, which would be lost: "
+                f"{shortened(part)}; write the texts of all `parts` in `content`, or leave `parts` "
+                "out",
+                kind="`parts` of a turn have a text that `content` lacks",
+            )
 
 
 def _keys_of_turn(turn: Mapping[str, Any]) -> Iterator[tuple[str, str, object]]:

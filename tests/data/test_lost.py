@@ -1862,6 +1862,42 @@ def test_a_text_that_answers_another_is_named(key: str, value: Any, is_named: bo
     assert (f"`{key}` of records names the turn before them" in caplog.text) is is_named
 
 
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [{"text": "Done, the lights "}, {"text": "are at 25 %."}],  # Gemini's
+        [{"type": "text", "text": "Done,\nthe lights"}, {"type": "text", "text": "are at 25 %."}],
+        ["Done, the lights", "are at 25 %."],
+    ],
+    ids=str,
+)
+def test_a_part_of_a_turn_that_its_content_lacks_is_not_lost(parts: list, at: int):
+    turns = [USER, ANSWER]
+    cut = {**turns[at], "content": "Done, the lights ", "parts": parts}
+    says = rf"messages\[{at}\]\.parts\[1\] has a text that `content` lacks.*'are at 25 %\.'; write"
+    with pytest.raises(BadLineError, match=says):
+        documents({"messages": [*turns[:at], cut, *turns[at + 1 :]]})
+    # As the error says.
+    whole = {**turns[at], "content": "Done, the lights are at 25 %."}
+    right = theirs(*turns[:at], whole, *turns[at + 1 :])
+    for beside in ({"parts": parts}, {}):
+        turn = {**whole, **beside}
+        (document,) = documents({"messages": [*turns[:at], turn, *turns[at + 1 :]]})
+        assert document.text == right
+
+
+def test_parts_of_a_turn_that_are_no_text_or_a_thought_change_nothing():
+    parts = [
+        {"type": "step-start"},
+        {"type": "reasoning", "text": "so", "details": [{"type": "text", "text": "so"}]},
+        {"type": "text", "text": "a"},
+    ]
+    turn = {**ANSWER, "reasoning_content": "so"}
+    (document,) = documents({"messages": [USER, {**turn, "parts": parts}]})
+    assert document.text == theirs(USER, turn)
+
+
 @pytest.mark.parametrize(
     ("said", "is_warned"),
     [
