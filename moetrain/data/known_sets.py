@@ -1026,8 +1026,9 @@ def _remedy_for_question(record: Mapping[str, Any]) -> str | None:
     answers = likely + [key for key in named if named[key] in _ANSWERS - _OF_PAIRS]
     also = _also_asked(record, asked, [*answers, *parts])
     as_text = _as_text([record[key] for key in answers])
+    one_text = "one text of " * (len(answers) == 1 and _are_texts(record[answers[0]]))  # NQ-open's
     answers = [_place_of_answer(key, record[key]) for key in answers]
-    said_as_text = _one_of(answers) + as_text if answers else ""
+    said_as_text = one_text + _one_of(answers) + as_text if answers else ""
     if "instruction" in named and "output" not in named and answers:
         return f"write {said_as_text} as `output`"
     if asked[:1] == ["prompt"] and answers:
@@ -1570,6 +1571,8 @@ def _is_pair_of_texts(value: object) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(map(_is_text, value))
 
 
+_TEXT_OF_LANGUAGE = re.compile(r"(\w+_)?[a-z]{2,3}_[A-Z][a-z]{3}|(\w+_)[a-z]{2}")
+"""Matches names of a text with the code of its language: ``sentence_eng_Latn`` (FLORES)."""
 _OF_PASSAGES = {"context", "passage", "background", "story", "title"}
 """Words in the names of texts that a question may be about, and that are no answer."""
 _OF_CHANGES = {"patch", "diff"}
@@ -1594,6 +1597,12 @@ def remedy_for_columns(record: Mapping[str, Any]) -> str | None:
     answers = [key for key in texts if not _names_passage(key)]
     if not answers:
         return None
+    languages = [_TEXT_OF_LANGUAGE.fullmatch(key) for key in texts]
+    if len({found and (found[1] or found[2]) for found in languages}) == 1 and all(languages):
+        return (
+            f"{_all_of(texts)} seem to be one text in several languages; write what is asked, with "
+            "one of them, as `instruction` and another as `output`"
+        )
     if len(texts) == 2:
         first = next(key for key in texts if key != answers[-1])
         return (

@@ -596,7 +596,9 @@ def _read_turn(message: Mapping[str, Any], where: str, has_masks: bool) -> Messa
         turn["content"] = content = [_read_part(part, where, role) for part in content]
     elif not isinstance(content, str) and not (content is None and calls):
         said = f"{where}.content is missing or not text: {shortened(turn)}"
-        raise BadLineError(f"{said}; give text in `content`{_also_in_parts(turn)}")
+        texts = [key for key in sorted(_ANSWERS) if isinstance(turn.get(key), str)]
+        answer = f", that of `{texts[0]}`" if content is None and len(texts) == 1 else ""
+        raise BadLineError(f"{said}; give text in `content`{answer}{_also_in_parts(turn)}")
     if calls and isinstance(content, str) and "<tool_call>" in content:
         said = f"{where} has `tool_calls`, and a call in its content: {shortened(content)}"
         raise BadLineError(f"{said}; leave one of them out, or both would be learned")
@@ -872,11 +874,20 @@ def is_mask(value: object) -> bool:
     return isinstance(value, int | float) or (isinstance(value, list) and value != [])
 
 
+def _are_spans(value: object) -> bool:
+    return isinstance(value, list) and any(isinstance(each, dict) for each in value)
+
+
 def _unread_mask(where: str, value: object, what: str, *, is_of_last: bool = False) -> BadLineError:
     said = f"{where} is {shortened(value)}, which seems to say what is learned, and is not read"
     remedy = f'write "weight": 0 in {what} that are not learned'
     remedy = f"set data.train_on last, or {remedy}" if is_of_last else remedy
     remedy += ", and leave this out"
+    if what == "turns" and (" part of " in where or _are_spans(value)):  # axolotl's
+        remedy += (
+            ", or, to learn some parts of a turn alone, write the whole text as `segments`, a "
+        )
+        remedy += 'list of {"label": true or false, "text": ...}'
     if isinstance(value, str) and role_of({"role": value}) == "assistant":  # NeMo's
         remedy += "; if the user's turns are to be learned, exchange the two roles"
     return BadLineError(f"{said}; {remedy}")

@@ -340,7 +340,7 @@ class RecordReader:
         text = record[self.text_field]
         if not isinstance(text, str):
             said = f"{self.text_field!r} is not text: {shortened(text)}"
-            remedy = f"write texts there{_or_rows(text)}, or name another data.text_field"
+            remedy = f"write texts there{_or_rows(record)}, or name another data.text_field"
             raise BadLineError(f"{said}; {remedy}")
         if self.form == "auto":
             _warn_of_answer(record, self.text_field)
@@ -776,10 +776,16 @@ def _is_filled(turn: Message) -> bool:
     return bool(text_of(turn).strip() or turn.get("reasoning_content") or turn.get("tool_calls"))
 
 
-def _or_rows(value: object) -> str:
-    """Return the advice for a field that may be a column of a table: a list, or pandas' object."""
-    is_column = isinstance(value, list) or (isinstance(value, dict) and all(map(_is_row, value)))
-    return ", or of a table a record for each row" if value and is_column else ""
+def _or_rows(record: Mapping[str, Any]) -> str:
+    """Return the advice for a record that may be a whole table: its fields are lists, or pandas'
+    objects. Empty: it is none."""
+    values = [value for value in record.values() if value is not None]
+    are_columns = all(
+        isinstance(x, list) or (isinstance(x, dict) and all(map(_is_row, x))) for x in values
+    )
+    is_table = are_columns and all(values)
+    also = ", or, if the record is a whole table, write a record for each of its rows"
+    return also if is_table else ""
 
 
 def _is_row(key: str) -> bool:
@@ -801,5 +807,5 @@ def _text_in(record: Mapping[str, Any], key: str) -> str:
         if found := pointer_in(record, value):
             kind = kind_of([found])
             write = f"if it is {kind} {found.where}, write the text of that option there"
-        raise BadLineError(f"{key!r} is not text: {shortened(value)}; {write}{_or_rows(value)}")
+        raise BadLineError(f"{key!r} is not text: {shortened(value)}; {write}{_or_rows(record)}")
     return value

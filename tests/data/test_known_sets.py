@@ -769,6 +769,28 @@ FOLLOWED = [
         {"instruction": "q", "output": "a"},
         [CHAT],
     ),
+    *(
+        (  # NQ-open
+            {"question": "q", "answer": answers},
+            "; write `question` as `instruction` and one text of `answer` as `output`, or let",
+            {"instruction": "q", "output": "a"},
+            [CHAT],
+        )
+        for answers in (["a"], ["a", "b"])
+    ),
+    (  # FLORES-200
+        {"id": 1, "sentence_eng_Latn": "We say it.", "sentence_deu_Latn": "Wir sagen es."},
+        "`sentence_eng_Latn` and `sentence_deu_Latn` seem to be one text in several languages; "
+        "write what is asked, with one of them, as `instruction` and another as `output`, leave",
+        {"id": 1, "instruction": "q", "output": "a"},
+        [CHAT],
+    ),
+    (  # OpenAI's
+        {"messages": [USER, {"role": "assistant", "content": None, "refusal": "a"}]},
+        r"messages\[1\]\.content is missing .*; give text in `content`, that of `refusal`$",
+        {"messages": [USER, {**ANSWER, "refusal": "a"}]},
+        [CHAT],
+    ),
     (
         {"notice": "we close soon", "article_background": "they open at nine"},
         "; none is near: if `article_background` is what is asked and `notice` the answer, rename",

@@ -1341,8 +1341,13 @@ def test_a_dialogue_of_two_names_is_told_of_the_role_to_learn():
 )
 def test_columns_of_a_table_are_told_to_be_written_as_records(record: dict, says: str, caplog):
     """pandas' ``to_json`` writes a table so, and ``json.dump`` of a data set's ``to_dict``."""
-    with pytest.raises(BadLineError, match=f"; {says}, or of a table a record for each row"):
+    with pytest.raises(
+        BadLineError, match=f"; {says}, or, if the record is a whole table, write a re"
+    ):
         documents(record)
+    # An answer of several texts is no column beside a question that is one.
+    with pytest.raises(BadLineError, match=r"; write one of them there$"):
+        documents({"instruction": "q", "output": ["a", "b"]})
     with pytest.raises(
         BadLineError, match="if it is a conversation of several, give each a record"
     ):

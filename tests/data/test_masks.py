@@ -78,6 +78,24 @@ def test_masks_of_parts_are_refused():
     assert learned({"messages": [USER, {**ANSWER, "content": parts}]}) == ["ab"]
 
 
+def test_masks_of_parts_are_told_to_be_written_as_segments():
+    """axolotl's ``training_detail`` has spans of a turn, and its ``input_output`` has segments."""
+    says = r"or, to learn some parts of a turn alone, write the whole text as `segments`, a list of"
+    part = {"type": "text", "text": "b", "weight": 0}
+    for turn in (
+        *({**ANSWER, key: SPANS} for key in ("train_detail", "training_detail")),
+        {**ANSWER, "content": [part]},
+    ):
+        with pytest.raises(BadLineError, match=says):
+            learned({"messages": [USER, turn]})
+    with pytest.raises(BadLineError, match=r"and leave this out$"):
+        learned({"messages": [USER, {**ANSWER, "ignore": True}]})
+    # As the error says.
+    texts = [("<|user|>q<|bot|>", False), ("Knock knock.", False), (" Who is there?", True)]
+    segments = [{"label": label, "text": text} for text, label in texts]
+    assert learned({"segments": segments}) == [" Who is there?"]
+
+
 MASKS = {
     "train": False,
     "training": "false",
