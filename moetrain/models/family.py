@@ -189,6 +189,9 @@ class Family:
     """The one value of ``hidden_act`` that is supported, by the name that published files have."""
     written_activation: str | None = None
     """The name that ``transformers`` writes; None: the same."""
+    constants: ConfigJson = field(default_factory=dict)
+    """Keys that published files hold with one value in the whole family. transformers reads none of
+    them, but vLLM or SGLang needs them, so the config of a new model has them."""
     read_layers: Callable[[ConfigJson], Fields] = lambda config: {}
     """Computes the fields that depend on several keys, or that differ between layers, from the
     config with ``defaults`` filled in."""

@@ -165,6 +165,7 @@ register(
         fields={"routed_scaling_factor": "route_scale", "scaled_embeddings": "mup_enabled"},
         fixed=_FIXED,
         nullable={"layer_types": list, "sliding_window": int},
+        constants={key: values[0] for key, values in _ONLY.items()},
         read_layers=_read_layers,
         write_layers=_write_layers,
         # The sizes of Nano and Mini are those of the published config.json. Those of Large were

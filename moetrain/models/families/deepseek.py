@@ -79,10 +79,12 @@ def check_keys(config: ConfigJson, expected: Mapping[str, tuple[Any, ...]]) -> N
             raise error("config.json", f"{problem}; use a model that has it")
 
 
+_ONLY: Fields = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+
+
 def read_v3_layers(config: ConfigJson) -> Fields:
     """Read as :func:`read_deepseek_layers` does, but refuse values that no V3 model has."""
-    known = {"moe_layer_freq": (1,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
-    check_keys(config, known)
+    check_keys(config, {key: (value,) for key, value in _ONLY.items()})
     return read_deepseek_layers(config)
 
 
@@ -142,6 +144,7 @@ V3: Fields = {
     "fixed": _FIXED,
     "aliases": {"num_local_experts": "n_routed_experts"},
     "nullable": {"q_lora_rank": int},
+    "constants": _ONLY,
     "read_layers": read_v3_layers,
     "write_layers": write_deepseek_layers,
 }

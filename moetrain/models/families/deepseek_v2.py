@@ -105,6 +105,7 @@ register(
         fixed=_FIXED,
         aliases={"num_experts": "n_routed_experts"},
         nullable={"q_lora_rank": int, "n_group": int, "topk_group": int},
+        constants={"moe_layer_freq": 1, "scoring_func": "softmax"},
         read_layers=_read_layers,
         write_layers=_write_layers,
         presets={

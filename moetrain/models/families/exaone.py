@@ -73,6 +73,7 @@ def _write_layers(arch: Architecture) -> Fields:
         "sliding_window": windows["sliding_window"] or _WINDOW,  # transformers takes no null
         _SHARED: layers["n_shared_experts"],
         _FIRST: layers[_FIRST],
+        "is_moe_layer": [i in arch.moe_layer_indices for i in range(arch.num_layers)],
         "mlp_layer_types": write_mlp_types(arch),
     }
 

@@ -78,7 +78,9 @@ def _read_layers(config: ConfigJson) -> Fields:
 def _write_layers(arch: Architecture) -> Fields:
     assert isinstance(arch, _GlmDsa)
     kinds = [(_SHARED, _FULL)[arch.has_indexer(i)] for i in range(arch.num_layers)]
-    return {**write_sparse_layers(arch), _TYPES: kinds}
+    pattern = "".join(letter for kind in kinds for letter, name in _LETTERS.items() if name == kind)
+    # transformers and SGLang read the kinds, and vLLM the letters.
+    return {**write_sparse_layers(arch), _TYPES: kinds, _PATTERN: pattern}
 
 
 _SIZES: Fields = {

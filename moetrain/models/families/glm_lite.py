@@ -24,9 +24,8 @@ def _read_layers(config: ConfigJson) -> Fields:
 
 
 def _write_layers(arch: Architecture) -> Fields:
-    written = write_deepseek_layers(arch)
-    del written[_FIRST]
-    return {**written, "mlp_layer_types": write_mlp_types(arch)}
+    # transformers reads mlp_layer_types, and servers the number of dense layers at the start.
+    return {**write_deepseek_layers(arch), "mlp_layer_types": write_mlp_types(arch)}
 
 
 _DEFAULTS = {key: value for key, value in V3["defaults"].items() if key != _FIRST}

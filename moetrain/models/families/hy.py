@@ -30,13 +30,16 @@ _MAP, _MAP_WITHOUT_COPIES = behind_layers(
     readout="final_layernorm",
 )
 _FIXED: Fields = {**SIGMOID_ROUTER, "qk_norm": True, "norm_topk_prob": True}
+_ONLY: Fields = {"route_norm": True, "qk_norm": True}
 _FIRST = "first_k_dense_replace"
 _SHARED = "num_shared_experts"
+_WIDTH = "expert_hidden_dim"
+"""The key in which vLLM looks for moe_intermediate_size."""
 
 
 def _read_layers(config: ConfigJson) -> Fields:
     """Read the MoE layers, and the width of shared experts."""
-    check_keys(config, {"mlp_bias": (False,), "route_norm": (True,), "qk_norm": (True,)})
+    check_keys(config, {"mlp_bias": (False,), **{key: (value,) for key, value in _ONLY.items()}})
     read = read_deepseek_layers({**config, "n_shared_experts": config[_SHARED]})
     return {**read, "moe_layers": read_mlp_types(config, read["moe_layers"])}
 
@@ -47,6 +50,7 @@ def _write_layers(arch: Architecture) -> Fields:
         _SHARED: written["n_shared_experts"],
         _FIRST: written[_FIRST],  # transformers reads the next key, and other programs this one
         "mlp_layer_types": write_mlp_types(arch),
+        _WIDTH: arch.moe_intermediate_size,
         **({"num_nextn_predict_layers": arch.mtp_layers} if arch.mtp_layers else {}),
     }
 
@@ -81,7 +85,8 @@ register(
         modules=DENSE + moe_block(bias="e_score_correction_bias", shared="shared_experts"),
         fields={"routed_scaling_factor": "router_scaling_factor"},
         fixed=_FIXED,
-        aliases={"num_local_experts": "num_experts"},
+        aliases={"num_local_experts": "num_experts", _WIDTH: "moe_intermediate_size"},
+        constants=_ONLY,
         nullable={"mlp_layer_types": list, _SHARED: int},
         lora_layout="fused",  # PEFT does not convert the names of this type's experts
         read_layers=_read_layers,

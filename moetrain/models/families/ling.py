@@ -9,6 +9,7 @@ Ling-2.5 and Ring-2.5 have the same ``model_type`` and another linear attention.
 supported: their files lack the tensors of this one.
 """
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -94,6 +95,7 @@ def _write_layers(arch: Architecture) -> Fields:
     vocabularies do not have.
     """
     assert isinstance(arch, _Ling)
+    groups = _group_sizes(arch.linear_layers)
     heads = {"linear_num_heads": arch.linear_num_value_heads}
     return {
         "layer_types": write_kinds(arch),
@@ -105,13 +107,39 @@ def _write_layers(arch: Architecture) -> Fields:
         "mlp_layer_types": write_mlp_types(arch),
         _SHARED: arch.shared_intermediate_size // max(1, arch.moe_intermediate_size),
         **({"pad_token_id": None} if arch.vocab_size <= _PADDING else {}),
+        # vLLM and SGLang read the next keys only, and transformers others for the same numbers.
+        **({_GROUP: groups[0]} if groups else {}),
+        "max_position_embeddings": arch.max_positions,
+        "num_experts_per_tok": arch.num_experts_per_token,
+        "n_group": arch.num_expert_groups,
+        "moe_shared_expert_intermediate_size": arch.moe_intermediate_size,
     }
+
+
+def _group_sizes(are_linear: Sequence[bool]) -> list[int]:
+    """Return the values of ``layer_group_size`` by which servers find these kinds of layers.
+
+    They take the last layer of each group for latent attention, and all layers behind the last
+    whole group. Empty: no value says these kinds, and servers refuse the file without the key.
+    """
+    count = len(are_linear)
+    return [
+        size
+        for size in range(1, count + 1)
+        if all(
+            are_linear[i] == ((i + 1) % size != 0 and i < count // size * size)
+            for i in range(count)
+        )
+    ]
 
 
 # ---- weights -----------------------------------------------------------------------------------
 
-_NAMES = {"model.embed_tokens": "model.word_embeddings", "self_attn.o_proj": "attention.dense"}
-_NAMES |= {"self_attn.": "attention.", "gate.e_score_correction_bias": "gate.expert_bias"}
+_NAMES = {
+    "model.embed_tokens": "model.word_embeddings",
+    "self_attn.": "attention.",
+    "gate.e_score_correction_bias": "gate.expert_bias",
+}
 
 
 def _published(name: str) -> str:
@@ -120,18 +148,26 @@ def _published(name: str) -> str:
     return name
 
 
+def _of_transformers(name: str) -> str:
+    """Return the name that transformers writes. It has one for the outputs of both attentions."""
+    return _published(name).replace("attention.o_proj", "attention.dense")
+
+
 def _in_memory(name: str) -> str:
     for leaf in ("f_proj", "A_log", "dt_bias"):
         name = name.replace(f"self_attn.{leaf}", f"self_attn.forget_gate.{leaf}")
     return name
 
 
-_MODEL: WeightMap = (
+_LATENT: WeightMap = (
     *LATENT_MAP,
     Rename("layers.{layer}.attn.wg", "model.layers.{layer}.self_attn.g_proj"),
+)
+_REST: WeightMap = (
     *delta_map({**DELTA_NAMES, "a_log": "A_log", "wf": "f_proj", "wg": "g_proj"}),
     *moe_block(bias="gate.e_score_correction_bias", shared="shared_experts"),
 )
+_MODEL = _LATENT + _REST
 
 # ---- family ------------------------------------------------------------------------------------
 
@@ -140,7 +176,7 @@ register(
     Family(
         name="bailing_hybrid",
         architecture=_Ling,
-        hf_class="BailingHybridForCausalLM",
+        hf_class="BailingMoeV3ForCausalLM",  # of published files; servers know no other
         defaults={
             **COMMON_DEFAULTS,
             "vocab_size": 157184,
@@ -173,7 +209,8 @@ register(
             _SAFE: True,
             _BOUND: -5.0,
         },
-        weight_map=renamed(_MODEL, _published),
+        weight_map=renamed(_LATENT, _of_transformers) + renamed(_REST, _published),
+        other_maps=(renamed(_MODEL, _of_transformers),),
         modules=renamed(_MODEL, _in_memory),
         lora_layout="fused",  # PEFT does not convert the names of this type's experts
         fields={
@@ -183,6 +220,11 @@ register(
         fixed=_FIXED,
         aliases=DELTA_ALIASES,
         nullable={"q_lora_rank": int, "mlp_layer_types": list, "layer_types": list},
+        constants={
+            "use_bias": False,
+            "no_kda_lora": True,
+            "gated_attention_proj_granularity_type": "head_wise",
+        },
         read_layers=_read_layers,
         write_layers=_write_layers,
         presets={

@@ -301,6 +301,7 @@ register(
             "attention_value_scale": float,
         },
         lora_layout="fused",  # PEFT does not convert the names of this type's experts
+        constants={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
         read_layers=_read_layers,
         write_layers=_write_layers,
         presets={"mimo-v2-flash": _PRESET},

@@ -90,6 +90,7 @@ register(
         fixed=_FIXED,
         aliases={"num_experts": "num_local_experts"},
         nullable={"rotary_dim": int},
+        constants={"scoring_func": "sigmoid", "use_routing_bias": True},
         read_layers=_read_layers,
         write_layers=_write_layers,
         # All sizes but max_positions were recalled, not copied from a config.json; their total is

@@ -71,7 +71,7 @@ class MiniMaxM3(MoEDecoder):
 # ---- config.json -------------------------------------------------------------------------------
 
 _ATTENTION, _ROUTED = "sparse_attention_config", "moe_layer_freq"
-_FREQUENCY = "sparse_attention_freq"
+_FREQUENCY, _NO_VALUES = "sparse_attention_freq", "sparse_disable_index_value"
 _INDEX: Mapping[str, tuple[str, str]] = {
     "index_num_heads": ("index_n_heads", "sparse_num_index_heads"),
     "index_head_dim": ("index_head_dim", "sparse_index_dim"),
@@ -134,11 +134,10 @@ def _numbers(config: ConfigJson, key: str, count: int) -> Sequence[object]:
 
 def _check_values(own: ConfigJson, are_sparse: Sequence[bool]) -> None:
     """Raise ConfigError if an index head has values, which no published model's has."""
-    key = "sparse_disable_index_value"
-    if key in own:
-        disabled = _numbers(own, key, len(are_sparse))
+    if _NO_VALUES in own:
+        disabled = _numbers(own, _NO_VALUES, len(are_sparse))
         if any(sparse and not off for sparse, off in zip(are_sparse, disabled, strict=True)):
-            problem = f"{key} {disabled!r:.80} has a 0 in a sparse layer, whose index heads"
+            problem = f"{_NO_VALUES} {disabled!r:.80} has a 0 in a sparse layer, whose index heads"
             raise error("config.json", f"{problem} have values then; use a published model")
 
 
@@ -167,6 +166,7 @@ def _write_layers(arch: Architecture) -> Fields:
             **{key: values[0] for key, values in _ONLY_SPARSE.items()},
             **{key: getattr(arch, ours) for ours, (_, key) in _INDEX.items()},
             _FREQUENCY: [int(sparse) for sparse in are_sparse],
+            _NO_VALUES: [int(sparse) for sparse in are_sparse],
         },
     }
 
@@ -308,6 +308,7 @@ _COMMON: Fields = {
     "written_activation": "silu",
     "lora_layout": "fused",  # experts are stacked
     "unadapted": r".*\.indexer\..*",
+    "constants": {key: values[0] for key, values in _ONLY.items()},
     "read_layers": _read_layers,
     "write_layers": _write_layers,
 }

@@ -128,6 +128,13 @@ register(
         fields={**_FIELDS, "qk_norm": "use_qk_norm"},
         fixed=_FIXED,
         aliases={**_ALIASES, "attention_bias": "use_qkv_bias"},
+        constants={
+            "use_bias": False,
+            "use_rmsnorm": True,
+            "embedding_dropout": 0.0,
+            "score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+        },
         lora_layout="fused",  # PEFT does not convert the names of this type's experts
         read_layers=_read_layers,
         write_layers=_write_layers,

@@ -112,6 +112,12 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
 }
 _OTHER, _LAYERS = "attention_other_setting", "per_layer_config"
 _SLIDING_HEADS = "num_sliding_attention_heads"
+_PUBLISHED = {
+    "moe_num_experts": "num_experts",
+    "moe_top_k": "num_experts_per_token",
+    "num_attention_groups": "num_kv_heads",
+}
+"""Keys that servers read, and our fields. transformers has other keys for the same numbers."""
 _LIMITS = {"expert_limits": "swiglu_limits", "shared_limits": "swiglu_limits_shared"}
 
 
@@ -226,6 +232,7 @@ def _write_layers(arch: Architecture) -> Fields:
     shares = (arch.partial_rotary_factor, arch.window_partial_rotary_factor)
     factors = [written_share(share, arch.head_dim) for share in shares]
     return {
+        **{other: getattr(arch, ours) for other, ours in _PUBLISHED.items()},
         "sliding_window": 512,  # transformers asks for it without windows, too
         **write_types(arch),
         _OTHER: heads,
@@ -370,6 +377,10 @@ for _name, _class, _section in (
             lora_layout="fused",  # PEFT does not convert the names of this type's experts
             modules=_MODULES if _section is None else beside_vision(_MODULES),
             section=_section,
+            constants={
+                **{key: values[0] for key, values in _ONLY.items() if key != "yarn_only_types"},
+                "need_fp32_gate": True,
+            },
             read_layers=_read_layers,
             write_layers=_write_layers,
             presets={"step-3.5-flash": _PRESET} if _section is None else {},

@@ -124,7 +124,7 @@ def _to_hf(arch: Architecture) -> Fields:
     if "rope_parameters" not in own:  # transformers reads either of the two keys
         own = {"rope_scaling": arch.rope.to_hf(), **own}
     keys = {theirs: getattr(arch, ours) for ours, theirs in family.keys.items()}
-    config: Fields = {"hidden_act": family.activation, **keys, **own}
+    config: Fields = {"hidden_act": family.activation, **family.constants, **keys, **own}
     name = family.hf_class
     if arch.num_labels:
         name = re.sub(r"For\w+$", _CLASSIFIES, name)
