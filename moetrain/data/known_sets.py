@@ -26,6 +26,7 @@ from moetrain.data.lost import (
     example_of_text,
     is_about_answer,
     is_about_question,
+    is_feedback,
     is_http_response,
     is_label,
     is_score,
@@ -950,7 +951,11 @@ def _kept(record: Mapping[str, Any]) -> str:
     judging = _judging(record)
     bad = {key: bad_value_of_flag(key, record[key]) for key in judging}
     flags = [f"`{key}` is {str(bad[key]).lower()}" for key in judging if bad[key] is not None]
-    labels = [key for key in judging if bad[key] is None and is_label(record[key])]
+    labels = [
+        key
+        for key in judging
+        if bad[key] is None and (is_label(record[key]) or is_feedback(key, record[key]))
+    ]
     scores = [f"`{key}`" for key in judging if bad[key] is None and key not in labels]
     flags += [f"`{key}` says that the answer is a bad one" for key in labels]
     kept = [f"leave out the records whose {' or '.join(flags)}"] if flags else []
@@ -969,13 +974,18 @@ def _judging(record: Mapping[str, Any]) -> list[str]:
         if (
             (isinstance(value, int | float) and (type(value) is not bool or names_verdict(key)))
             or is_label(value)
+            or is_feedback(key, value)
             or is_score(key, value)
             or bad_value_of_flag(key, value) is not None
         )
         and words_of(key).isdisjoint(_NO_SCORES)
         and not is_about_question(key)
     ]
-    about = [key for key in found if is_about_answer(key) or is_label(record[key])]
+    about = [
+        key
+        for key in found
+        if is_about_answer(key) or is_label(record[key]) or is_feedback(key, record[key])
+    ]
     return about or found
 
 

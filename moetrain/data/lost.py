@@ -230,6 +230,22 @@ _TRUTHS = {"ground_truth", "answer", "target", "solution"}
 _SCORES_OF_PAIRS = ("score_{}", "{}_score", "rating_{}", "{}_rating", "{}_avg_rating")
 """Names of the scores of both answers of a pair, beside ``chosen`` and ``rejected``."""
 
+_OF_FEEDBACK = {
+    *("feedback", "rating", "vote", "votes", "thumb", "thumbs", "reaction", "reactions"),
+}
+"""Words in the names of what users say of an answer, such as ``user_feedback``."""
+_LIKED = {
+    *("thumbs up", "thumb up", "thumbsup", "up", "upvote", "upvoted", "like", "liked"),
+    *("positive", "\N{THUMBS UP SIGN}"),
+}
+_DISLIKED = {
+    *("thumbs down", "thumb down", "thumbsdown", "down", "downvote", "downvoted", "dislike"),
+    *("disliked", "negative", "\N{THUMBS DOWN SIGN}"),
+}
+"""What users say of an answer, as :func:`liking_of` compares it."""
+_OF_SHADES = re.compile("[\ufe0f\U0001f3fb-\U0001f3ff:]")
+"""Matches the colour of an emoji, and the colons around its name."""
+
 _TIE = re.compile(r"(?:tied?|draw)(?: \(\w+\))?", re.I)
 """Matches the word that neither of two answers is better: Arena's ``tie (bothbad)``."""
 _OF_REQUESTS = {"messages", "contents", "model"}
@@ -1099,6 +1115,12 @@ def refuse_bad_verdict(record: Mapping[str, Any]) -> None:
     """
     of_turns = _keys_of_answers(record)
     for key, value in record.items():
+        if key not in of_turns and _says_disliked(key, value) and not is_class(value, record):
+            problem = f"`{key}` is {shortened(value)}: the answer is one to avoid, and would be "
+            problem += f"learned: {shortened(dict(record))}"
+            remedy = 'leave such records out, write "label": false in its place and set '
+            remedy += "train.objective kto, or rename the field if it means something else"
+            raise BadLineError(f"{problem}; {remedy}", kind=f"`{key}` is {shortened(value)}")
         if key in of_turns:  # WildChat's `toxic`: that of the record is also about questions
             continue
         if _says_bad(key, value) or _is_rejected(key, value, record):
@@ -1115,13 +1137,70 @@ def refuse_bad_turn(turn: Mapping[str, Any], where: str) -> None:
     for key, value in turn.items():
         if key in _OF_TURNS:
             continue
-        if _says_bad(key, value):
+        if _says_bad(key, value) or _says_disliked(key, value):
             problem = f"{where}.{key} is {shortened(value)}: the answer is one to avoid, and would "
             problem += f"be learned: {shortened(text_of(turn))}"
             remedy = 'leave such records out, or write "weight": 0 in the turn'
             kind = f"`{key}` of a turn is {shortened(value)}"
             raise BadLineError(f"{problem}; {remedy}", kind=kind)
         _warn_of_score(key, value, "turns")
+
+
+def liking_of(value: object) -> bool | None:
+    """Return whether ``value`` says that a user liked an answer: a thumb, a vote, ``positive``.
+
+    None: it says nothing of it, or its texts say both.
+    """
+    said = {
+        " ".join(re.split(r"[\s_-]+", _OF_SHADES.sub("", each).strip()))
+        for text in _texts_in(value)
+        for each in (text.lower(), re.sub(r"(?<=[a-z])(?=[A-Z])", " ", text).lower())
+    }
+    is_liked, is_disliked = not said.isdisjoint(_LIKED), not said.isdisjoint(_DISLIKED)
+    return None if is_liked is is_disliked else is_liked
+
+
+def is_class(value: object, record: Mapping[str, Any]) -> bool:
+    """Return whether the answer of a record is short and says the word ``value`` itself: it is a
+    class, such as the ``negative`` of a review, and no judgement."""
+    if not isinstance(value, str) or not value.strip().isalpha():
+        return False
+    turns = [turn for name in ("messages", "conversations") for turn in _turns_of(record, name)]
+    last = [text_of(turn) or turn.get("value") for turn in turns if role_of(turn) == "assistant"]
+    answers = [*_texts_in([record.get("output"), record.get("completion"), *last[-1:]])]
+    word = value.strip().lower()
+    return any(
+        len(text.split()) <= _MOST_WORDS_OF_CLASS and word in re.findall(r"\w+", text.lower())
+        for text in answers
+    )
+
+
+_MOST_WORDS_OF_CLASS = 8
+"""Most words of an answer that names a class, such as ``The sentiment is negative.``"""
+
+
+def _names_feedback(key: str) -> bool:
+    """Return whether the name of a field says that it holds what users say of an answer."""
+    words = words_of(key)
+    # A user_rating is the user's, and no rating of the user.
+    return not words.isdisjoint(_OF_FEEDBACK) and words.isdisjoint(_OF_PROMPTS - {"user"})
+
+
+def is_feedback(key: str, value: object) -> bool:
+    """Return whether a field beside an answer says, by a word, that a user likes it or not."""
+    return _names_feedback(key) and isinstance(value, str) and liking_of(value) is not None
+
+
+def _says_disliked(key: str, value: object) -> bool:
+    """Return whether a field says that a user calls the answer a bad one."""
+    if not _names_feedback(key):
+        return False
+    words = words_of(key)
+    if "down" in words and not words.isdisjoint({"thumb", "thumbs"}):
+        return truth_of(value) is True
+    is_bad = isinstance(value, str) and value.strip().lower() in _BAD
+    # A rating of another word is named as a score: Zendesk's is that of a whole ticket.
+    return liking_of(value) is False or (is_bad and "rating" not in words)
 
 
 def _keys_of_answers(record: Mapping[str, Any]) -> set[str]:

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from moetrain.config.sources import shortened
-from moetrain.data.lost import warn_of_end
+from moetrain.data.lost import is_class, liking_of, warn_of_end
 from moetrain.data.messages import BadLineError, Message, parse_json, text_of
 from moetrain.data.tools import without_nulls
 from moetrain.data.warned import warn_once
@@ -28,8 +28,9 @@ KNOWN_FORMS = (
 )
 
 KNOWN_LABELLED = (
-    "`label`, true or false, beside `prompt` and `completion`, `messages`, `conversations`, or "
-    f"`instruction` and `output`; and pairs: {KNOWN_FORMS}"
+    "`label`, true or false (also 1 and 0, or texts such as good and bad, thumbs_up and "
+    "thumbs_down, positive and negative), beside `prompt` and `completion`, `messages`, "
+    f"`conversations`, or `instruction` and `output`; and pairs: {KNOWN_FORMS}"
 )
 
 _SYSTEM = ("system", "developer")
@@ -181,20 +182,26 @@ def _unknown(record: Mapping[str, Any]) -> BadLineError:
 def label_of(record: Mapping[str, Any]) -> bool | None:
     """Return the ``label`` of a single answer: True if it is desirable. None: there is no label.
 
-    ``kto_tag`` is another name of the field. Words and numbers of :data:`_LABELS` are labels too.
+    ``kto_tag`` is another name of the field. Words and numbers of :data:`_LABELS` are labels too,
+    and so is what users say (:func:`~moetrain.data.lost.liking_of`), unless the answer says the
+    same word: then it is a class.
 
     Raises BadLineError: both fields have a label, and the labels differ.
     """
-    labels = {key: found for key in ("label", "kto_tag") if (found := _label(record.get(key)))}
+    values = {key: record.get(key) for key in ("label", "kto_tag")}
+    labels = {key: found for key, x in values.items() if (found := _label(x, record))}
     if len({*labels.values()}) > 1:
         said = f"`label` is {shortened(record['label'])}, `kto_tag` {shortened(record['kto_tag'])}"
         raise BadLineError(f"{said}: they contradict each other; leave one of them out")
     return None if not labels else "desirable" in labels.values()
 
 
-def _label(value: object) -> str | None:
-    """Return ``desirable`` or ``undesirable``. None: ``value`` is no label."""
+def _label(value: object, record: Mapping[str, Any]) -> str | None:
+    """Return ``desirable`` or ``undesirable``. None: ``value`` is no label of the ``record``."""
     words = str(value).strip().lower() if isinstance(value, str | int | float) else None
+    if isinstance(value, str) and (liking := liking_of(value)) is not None:
+        is_said = is_class(value, record)
+        return None if is_said else "desirable" if liking else "undesirable"
     return next((name for name, known in _LABELS.items() if words in known), None)
 
 

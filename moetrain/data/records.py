@@ -30,6 +30,7 @@ from moetrain.data.known_sets import (
 )
 from moetrain.data.lost import (
     example_of_text,
+    is_feedback,
     order_of_turns,
     refuse_bad_turn,
     refuse_bad_verdict,
@@ -464,8 +465,12 @@ class RecordReader:
         """
         label = label_of(record)
         if label is None or form == "text":
-            problem = "no answer with a `label` that is true or false"
-            raise BadLineError(f"{problem}: {shortened(record)}; known forms are {KNOWN_LABELLED}")
+            problem = f"no answer with a `label` that is true or false: {shortened(record)}"
+            said = next((key for key in record if is_feedback(key, record[key])), None)
+            remedy = f"; write `{said}` as `label`" if said else ""
+            raise BadLineError(
+                f"{problem}{remedy}; known forms are {KNOWN_LABELLED}", kind=remedy[2:] or None
+            )
         if form == "completion":
             turns = _as_messages("completion", record["completion"])
             is_whole = is_dialogue(turns) and role_of(turns[0]) in ("system", "developer", "user")

@@ -265,6 +265,87 @@ def test_a_score_that_is_not_read_is_named_once(form: str, caplog):
     assert caplog.text.count("`helpfulness` of records is not read") == 1
 
 
+DISLIKED = {
+    "feedback": ["thumbs_down", "negative", "bad", ["thumbs_down"], {"rating": "thumbsDown"}],
+    "user_rating": ["down", "Thumbs Down", "dislike"],
+    "vote": ["downvote", "down"],
+    "reaction": ["\N{THUMBS DOWN SIGN}", "\N{THUMBS DOWN SIGN}\U0001f3fd", ":thumbsdown:"],
+    "thumbs": ["down"],
+    "thumbs_down": [True, "true"],
+}
+
+
+@pytest.mark.parametrize("form", SINGLE)
+@pytest.mark.parametrize("name", DISLIKED)
+def test_an_answer_that_a_user_calls_bad_is_not_learned(form: str, name: str):
+    """Exports of feedback have thumbs, votes and words."""
+    for value in DISLIKED[name]:
+        says = f"`{name}` is .*: the answer is one to avoid, .*; leave such records out, write "
+        says += '"label": false in its place and set train.objective kto, or rename'
+        refuses(form, {name: value}, says)
+        assert documents({**SINGLE[form], "about": value}) == documents(SINGLE[form])
+    assert documents({**SINGLE[form], "label": False}, "labels")[0].label is False
+
+
+@pytest.mark.parametrize("form", SINGLE)
+def test_what_a_user_says_is_a_label_where_labels_are_learned(form: str):
+    """The advice of the error without a label is followed."""
+    both = {**{"thumbs_up": True, "up": True, "positive": True, "\N{THUMBS UP SIGN}": True}}
+    both |= {"thumbs_down": False, "down": False, "negative": False, "\N{THUMBS DOWN SIGN}": False}
+    for word, right in both.items():
+        with pytest.raises(BadLineError, match=r"write `feedback` as `label`; .*, thumbs_up and"):
+            documents({**SINGLE[form], "feedback": word}, "labels")
+        (document,) = documents({**SINGLE[form], "label": word}, "labels")
+        assert document.label is right
+        if right:
+            assert documents({**SINGLE[form], "label": word}) == documents(SINGLE[form])
+        else:
+            refuses(form, {"label": word}, "`label` is .*: the answer is one to avoid")
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"feedback": "thumbs_up"},
+        {"feedback": "You are right, and the sign is negative."},
+        {"reactions": ["\N{THUMBS UP SIGN}", "\N{THUMBS DOWN SIGN}"]},
+        {"prompt_rating": "negative"},
+        {"sentiment": "negative"},
+        {"thumbs_down": False},
+    ],
+    ids=str,
+)
+def test_what_is_no_judgement_of_a_user_changes_nothing(beside: dict):
+    for form in SINGLE:
+        assert documents({**SINGLE[form], **beside}) == documents(SINGLE[form])
+
+
+def test_the_class_that_an_answer_says_is_no_judgement():
+    for answer in ("negative", "Negative.", "The sentiment is negative."):
+        record = {"instruction": "The film was dull.", "output": answer}
+        for name in ("label", "rating"):
+            assert documents({**record, name: "negative"}) == documents(record)
+        turns = [USER, {**ANSWER, "content": answer}]
+        assert documents({"messages": turns, "label": "negative"})
+        assert documents({"prompt": "q", "completion": answer, "label": "negative"})
+    assert documents({"text": "The film was dull.", "label": "negative"})
+
+
+def test_a_turn_that_a_user_calls_bad_is_not_learned():
+    bad = {**ANSWER, "feedback": "thumbs_down"}
+    with pytest.raises(BadLineError, match=r"messages\[1\]\.feedback is 'thumbs_down': the answer"):
+        documents({"messages": [USER, bad, USER, ANSWER]})
+    (document,) = documents({"messages": [USER, {**bad, "weight": 0}, USER, ANSWER]})
+    assert len(document.loss_spans) == 1
+
+
+def test_advice_on_a_prompt_with_a_response_names_what_users_say():
+    record = {"prompt": "q", "response": "a", "feedback": "thumbs_down"}
+    says = "leave out the records whose `feedback` says that the answer is a bad one, and write"
+    with pytest.raises(BadLineError, match=says):
+        documents(record)
+
+
 # ---- conversations of which nothing is learned --------------------------------------------------
 
 
