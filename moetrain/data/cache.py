@@ -32,7 +32,7 @@ import signal
 import sys
 import weakref
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -51,6 +51,7 @@ from moetrain.config.environment import launched_place, one_tokenizer_thread
 from moetrain.config.files import disk_remedy
 from moetrain.config.locks import file_lock
 from moetrain.data.documents import Document, HashRange, Skipped
+from moetrain.data.marks import count_ends, warn_of_ends
 from moetrain.data.sources import Source
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.data.warned import noted, warn_once
@@ -470,7 +471,7 @@ def encoded(
         Each document, or part of one, with its ids [T] and its mask, uint8 [T]: 1 for a token
         without loss. The mask is None if all tokens have loss.
     """
-    is_start = True
+    is_start, ends = True, Counter[str]()
     for batch in _grouped(documents, lambda document: len(document.text), _BATCH_CHARACTERS):
         encodings = tokenizer.encode_batch([document.text for document in batch])
         for document, encoded in zip(batch, encodings, strict=True):
@@ -488,7 +489,12 @@ def encoded(
                 around = len(bos_T), int(lacks_eos)
                 of_eos = 0 if ends_at_once else masked_T[-1:].min(initial=1)
                 masked_T = np.pad(masked_T, around, constant_values=(1, of_eos))
+            if document.loss_spans is None and not document.is_rendered:
+                ends.update(count_ends(document.text, tokenizer, is_end=document.is_end))
             is_start = document.is_end
+            if is_start and ends:
+                warn_of_ends(ends, tokenizer)
+                ends.clear()
             yield document, ids_T, masked_T
 
 
