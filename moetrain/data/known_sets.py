@@ -812,12 +812,14 @@ def remedy_for_two(record: Mapping[str, Any]) -> str | None:
         if signed and (first[-1], second[-1]) == ("1", "2"):
             names = f", `{first}` where `{signed[0]}` is negative and `{second}` where it is "
             names += "positive (0 is a tie),"
+        words = [key for key in fields if key.startswith("winner") and _is_text(record[key])]
+        ties = "ties and `both_bad`" if words else "ties"  # Arena's
         scores = [f"`{key}`" for key in fields if _SCORE_OF_TWO.fullmatch(key)]
         if not judges and scores:
             names = f", by {' and '.join(scores)},"
         return (
             f"it has two answers; write the better one{names} as `chosen`, the other as `rejected`"
-            f"{also}; leave ties out"
+            f"{also}; leave {ties} out"
         )
     return None
 

@@ -246,8 +246,11 @@ _DISLIKED = {
 _OF_SHADES = re.compile("[\ufe0f\U0001f3fb-\U0001f3ff:]")
 """Matches the colour of an emoji, and the colons around its name."""
 
-_TIE = re.compile(r"(?:tied?|draw)(?: \(\w+\))?", re.I)
-"""Matches the word that neither of two answers is better: Arena's ``tie (bothbad)``."""
+_TIE = re.compile(
+    r"(?:tied?|draw)(?: \([\w ]+\))?|(?:tie[ _-]?)?both[ _-]?(?:are[ _-]?)?(?:bad|good)", re.I
+)
+"""Matches the words that neither of two answers is better: Arena's ``tie (bothbad)`` and
+``both_bad``."""
 _OF_REQUESTS = {"messages", "contents", "model"}
 """Keys of the body of a request to a server, of which one is there."""
 _OF_PAIRS = {"prompt", "question", "instruction", "input", "chosen", "rejected", "system"}

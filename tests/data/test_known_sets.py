@@ -874,7 +874,7 @@ FOLLOWED = [
     ),
     (
         {"conversation_a": DIALOGUE_A, "conversation_b": DIALOGUE_B, "winner": "model_a"},
-        "as `chosen`, the other as `rejected`.*; leave ties out, or name",
+        "as `chosen`, the other as `rejected`.*; leave ties and `both_bad` out, or name",
         {"chosen": DIALOGUE_A, "rejected": DIALOGUE_B, "winner": "model_a"},
         0,
     ),

@@ -1114,7 +1114,10 @@ def test_pairs_with_equal_scores_are_said(caplog, names):
     assert f"have the same `{better}` and `{worse}`: the pairs are learned as they" in caplog.text
 
 
-@pytest.mark.parametrize("said", ["tie", "Tie", "tie (bothbad)", "draw"])
+@pytest.mark.parametrize(
+    "said",
+    ["tie", "Tie", "tie (bothbad)", "tie (both bad)", "draw", "both_bad", "bothbad", "Both good"],
+)
 def test_pairs_that_are_ties_by_a_word_are_said(caplog, said):
     """``status`` of distilabel-intel-orca-dpo-pairs, whose card filters ties, and Arena's words."""
     SEEN.clear()
