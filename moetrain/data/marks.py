@@ -8,6 +8,7 @@ Left out on purpose: dividing texts at their marks, since a mark may be meant as
 
 import re
 
+from moetrain.config.sources import shortened
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.data.warned import warn_once
 
@@ -45,6 +46,33 @@ def has_turns(text: str) -> bool:
         return True
     may_have = any(mark in text for mark in ("<", "##", "[/INST]"))  # which is quick
     return may_have and any(a.search(text) and b.search(text) for a, b in _TURNS)
+
+
+def warn_of_turns(text: str, name: str, remedy: str) -> None:
+    """Warn once if a text is a dialogue with marks of its turns, and is taken as one turn.
+
+    Args:
+        text: what the user says.
+        name: its place in the record.
+        remedy: what to write in its place.
+    """
+    if has_turns(text):
+        warn_once(
+            "marked turns in a turn",
+            f"{name} of records is a dialogue with marks of its turns, and is taken as one turn "
+            f"of the user: {shortened(text)}; {remedy}",
+        )
+
+
+def warn_of_turns_in_text(text: str, name: str) -> None:
+    """Warn once if a document has marks of turns, since all of it is learned."""
+    if has_turns(text):
+        warn_once(
+            f"marked turns in {name}",
+            f"{name} of records has marks of turns, and is a document of which every token is "
+            f"learned, also the user's: {shortened(text)}; write the turns, without the marks, as "
+            "`messages` to learn the answers alone",
+        )
 
 
 def count_ends(text: str, tokenizer: Tokenizer, *, is_end: bool) -> dict[str, int]:

@@ -42,6 +42,7 @@ from moetrain.data.lost import (
     warn_of_parent,
     warn_of_tie,
 )
+from moetrain.data.marks import has_turns, warn_of_turns, warn_of_turns_in_text
 from moetrain.data.messages import (
     BadLineError,
     Message,
@@ -345,6 +346,7 @@ class RecordReader:
             raise BadLineError(f"{said}; {remedy}")
         if self.form == "auto":
             _warn_of_answer(record, self.text_field)
+            warn_of_turns_in_text(text, f"`{self.text_field}`")
         return [Document(text)] if text.strip() else []
 
     def _dialogue(
@@ -372,6 +374,7 @@ class RecordReader:
                 refuse_bad_turn(messages[i], f"messages[{i}]")
             is_empty = not all(_is_filled(messages[i]) for i in learned)
         _refuse_other_functions(record)
+        _warn_of_marked_turns(messages, record)
         variables = ChatTemplate.variables_of(record)
         self.template.warn_of_variables(record, variables)
         rendered = self.template.documents(
@@ -584,27 +587,26 @@ def _warn_of_answer(record: Mapping[str, Any], text_field: str) -> None:
             )
 
 
-_MARKED_TURNS = re.compile(
-    r"\s*(?:Human|HUMAN|User|USER)\s*[:\uff1a].*?^\s*(?:Assistant|ASSISTANT|AI|Bot|BOT|GPT)\s*[:\uff1a]",
-    re.S | re.M,
-)
-"""Matches a text that begins with a marked turn of the user, and has one of the assistant's."""
+def _warn_of_marked_turns(messages: Sequence[Message], record: Mapping[str, Any]) -> None:
+    """Warn once if a user's turn is a dialogue with marks of its turns: BELLE's and HelpSteer2's."""
+    for turn in messages:
+        if turn.get("role") != "user" or not has_turns(text := text_of(turn)):
+            continue
+        fields = ("instruction", "input", "prompt", "question")
+        texts = {key: x for key in fields if isinstance(x := record.get(key), str)}
+        key = next((key for key, x in texts.items() if has_turns(x)), next(iter(texts), None))
+        write = "write its turns, without the marks,"
+        if key in ("instruction", "input"):
+            warn_of_turns(text, f"`{key}`", f"{write} and the output as `messages`")
+        elif key is not None:
+            place = "in its place" if key == "prompt" else f"in `prompt`, and leave `{key}` out"
+            warn_of_turns(text, f"`{key}`", f"{write} as a list of messages {place}")
+        else:
+            warn_of_turns(text, "a turn", f"{write} in its place")
 
 
 def _warn_of_written_turns(record: Mapping[str, Any]) -> None:
-    """Warn once if an instruction, or its output, is the text of messages: it is shown as it is.
-
-    So is an instruction with marks of turns, such as that of BELLE's dialogues.
-    """
-    asked = "\n\n".join(filter(None, (_text_in(record, key) for key in ("instruction", "input"))))
-    if _MARKED_TURNS.match(asked):
-        key = "instruction" if record.get("instruction") else "input"
-        warn_once(
-            "marked turns in an instruction",
-            f"`{key}` of records is a dialogue with marks of its turns, and is taken as one turn "
-            f"of the user: {shortened(asked)}; write its turns, without the marks, and the output "
-            "as `messages`",
-        )
+    """Warn once if an instruction, or its output, is the text of messages: it is shown as it is."""
     for key in ("instruction", "output"):
         text = record.get(key)
         if not isinstance(text, str):

@@ -5,9 +5,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from moetrain.config import Config
 from moetrain.data.cache import encoded
+from moetrain.data.chat import CHATML, ChatTemplate
+from moetrain.data.records import RecordReader
 from moetrain.data.sources import Source
 from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from moetrain.data.warned import SEEN
@@ -82,3 +85,88 @@ def test_chats_and_answers_with_a_mark_change_nothing(tmp_path: Path, caplog):
     )
     learned(config(tmp_path, path=str(file)))
     assert "before other text" not in caplog.text
+
+
+# ---- marks of turns ------------------------------------------------------------------------------
+
+USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+TURNS = [USER, ANSWER, {"role": "user", "content": "r"}]
+LAST = {"role": "assistant", "content": "b"}
+MARKED = {
+    "HelpSteer2": "q\n<extra_id_1>Assistant\na\n<extra_id_1>User\nr",
+    "BELLE": "Human: q\nAssistant: a\nHuman: r\nAssistant:",
+    "guanaco": "### Human: q### Assistant: a### Human: r",
+    "Llama 2": "<s>[INST] q [/INST] a </s><s>[INST] r [/INST]",
+    "Zephyr": "<|user|>\nq\n<|assistant|>\na\n<|user|>\nr",
+    "ChatML": "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>",
+    "Llama 3": "<|start_header_id|>user<|end_header_id|>q<|start_header_id|>assistant<|end_header",
+    "Gemma": "<start_of_turn>user\nq<end_of_turn>\n<start_of_turn>model\na",
+    "Alpaca": "### Instruction:\nq\n\n### Response:\na",
+}
+WRITE = "write its turns, without the marks,"
+RECORDS = {
+    "pair": (
+        lambda text: {"question": text, "chosen": "b", "rejected": "c"},
+        f"`question` of records is a dialogue .*; {WRITE} as a list of messages in `prompt`, and",
+        {"prompt": TURNS, "chosen": "b", "rejected": "c"},
+    ),
+    "pair of messages": (
+        lambda text: {"prompt": text, "chosen": [LAST], "rejected": [ANSWER]},
+        f"`prompt` of records is a dialogue .*; {WRITE} as a list of messages in its place",
+        {"prompt": TURNS, "chosen": [LAST], "rejected": [ANSWER]},
+    ),
+    "alpaca": (
+        lambda text: {"instruction": text, "output": "b"},
+        f"`instruction` of records is a dialogue .*; {WRITE} and the output as `messages`",
+        {"messages": [*TURNS, LAST]},
+    ),
+    "messages": (
+        lambda text: {"messages": [{"role": "user", "content": text}, LAST]},
+        f"a turn of records is a dialogue .*: .*; {WRITE} in its place",
+        {"messages": [*TURNS, LAST]},
+    ),
+    "text": (
+        lambda text: {"text": text},
+        "`text` of records has marks of turns, and is a document of which every token is learned, "
+        "also the user's: .*; write the turns, without the marks, as `messages` to learn the answ",
+        {"messages": [*TURNS, LAST]},
+    ),
+}
+
+
+def reader_of(record: dict) -> RecordReader:
+    paired = {"form": "preference", "reads_pairs": True} if "chosen" in record else {}
+    return RecordReader(ChatTemplate(CHATML, {}), **paired)
+
+
+@pytest.mark.parametrize("marks", MARKED)
+@pytest.mark.parametrize("kind", RECORDS)
+def test_a_dialogue_with_marks_of_its_turns_is_named(kind: str, marks: str, caplog):
+    made, says, followed = RECORDS[kind]
+    SEEN.clear()
+    record = made(MARKED[marks])
+    documents = reader_of(record).documents(record)
+    assert re.search(says, caplog.text)
+    assert MARKED[marks] in documents[0].text  # it is shown as it is written
+    caplog.clear()
+    SEEN.clear()
+    (document, *_) = reader_of(followed).documents(followed)
+    right, _ = render_jinja_template([[*TURNS, LAST]], chat_template=CHATML)
+    assert document.text == right[0].rstrip()
+    assert "marks of" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "What does `[INST]` mean before `[/INST]`?",
+        "### Human: rights\n### Animal: rights",
+        "A user and an assistant: who speaks?",
+        "<user>Bo</user>",
+    ],
+)
+def test_a_text_without_both_marks_is_not_named(text: str, caplog):
+    SEEN.clear()
+    for made, _, _ in RECORDS.values():
+        reader_of(made(text)).documents(made(text))
+    assert "marks of" not in caplog.text
