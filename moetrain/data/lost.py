@@ -132,6 +132,12 @@ _OF_SOURCES = {
 }
 """Words in the keys of a turn with texts that it is about, or that it has its facts from: Open
 WebUI's ``sources``, Anthropic's ``citations``."""
+_OF_RIGHT = {"reference", "references", "ground", "gold", "golden", "expected", "correct", "target"}
+_OF_RIGHT_ANSWERS = {
+    *("answer", "answers", "solution", "solutions", "output", "response", "completion", "truth"),
+}
+"""Words of which a name has one each if it holds a right answer, with which others compare that of
+a turn: AM-DeepSeek-R1-Distilled's ``reference_answer``. It is no part of what is asked."""
 _FEWEST_WORDS = 4
 """Fewest words of a text in a turn that is named if nothing shows it. Shorter ones, such as
 WildChat's ``country``, describe the turn."""
@@ -597,6 +603,8 @@ def refuse_attached(
             is_file = not words.isdisjoint(_OF_ATTACHMENTS if is_metadata else _OF_FILES)
             is_named = is_file or key.lower() in PASSAGES or not words.isdisjoint(_OF_SOURCES)
             if not is_named or describes(key, value) or (place == key and reads_key(key)):
+                continue
+            if not words.isdisjoint(_OF_RIGHT) and not words.isdisjoint(_OF_RIGHT_ANSWERS):
                 continue
             where = f"messages[{i}].{place}"
             own = _own_texts(value)

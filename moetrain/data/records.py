@@ -588,7 +588,7 @@ def _warn_of_answer(record: Mapping[str, Any], text_field: str) -> None:
 
 
 def _warn_of_marked_turns(messages: Sequence[Message], record: Mapping[str, Any]) -> None:
-    """Warn once if a user's turn is a dialogue with marks of its turns: BELLE's and HelpSteer2's."""
+    """Warn once if a user's turn is a dialogue with marks of its turns: BELLE's, HelpSteer2's."""
     for turn in messages:
         if turn.get("role") != "user" or not has_turns(text := text_of(turn)):
             continue

@@ -1683,6 +1683,25 @@ def test_what_an_answer_rests_on_is_not_lost():
     assert documents({"messages": [asked, said]})[0].text == theirs(asked, ANSWER)
 
 
+@pytest.mark.parametrize("key", ["reference_answer", "referenceSolution", "expected_output"])
+def test_the_right_answer_of_a_turn_is_no_part_of_what_is_asked(key: str, tmp_path: Path, caplog):
+    """AM-DeepSeek-R1-Distilled's ``info.reference_answer`` of the user's turn."""
+    told = "The answer is four, as the book says."
+    for i, beside in ((0, {"info": {key: told}}), (0, {key: told}), (1, {key: told})):
+        turns = [USER, ANSWER]
+        turns[i] = {**turns[i], **beside}
+        (document,) = documents({"messages": turns})
+        assert document.text == theirs(USER, ANSWER)
+    with pytest.raises(
+        BadLineError, match=r"messages\[0\]\.reference may be a part of what is ask"
+    ):
+        documents({"messages": [{**USER, "reference": told}, ANSWER]})
+    file = write_lines(tmp_path / "a.jsonl", {"messages": [{**USER, key: told}, ANSWER]})
+    source = Source.of(config(tmp_path, path=str(file)).data, ByteTokenizer())
+    assert [*source.documents()]
+    assert f"neither learned nor shown: `messages[].{key}`" in caplog.text
+
+
 def test_a_file_without_its_text_is_refused():
     """Claude.ai's ``files`` have names alone."""
     files = [{"file_name": "plan.pdf", "file_uuid": "x7"}]
