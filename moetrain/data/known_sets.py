@@ -185,6 +185,9 @@ _NO_SCORES = {
 }
 """Words in the names of fields whose number does not judge an answer: tiny-codes' ``idx``,
 Prodigy's ``_task_hash``, Label Studio's ``lead_time`` and ``annotator``."""
+_OF_STATES = {"status", "state", "ticket", "case", "issue", "request", "conversation"}
+"""Words in the names of how far a matter has come, such as a ticket's ``Status``, which is solved
+whatever was answered."""
 _LISTS_OF_TEXTS = {
     *("dialog", "dialogs", "dialogue", "dialogues", "conversation", "turns", "utterances", "data"),
     "chat",
@@ -254,7 +257,7 @@ def read_known_set(found: dict[str, Any]) -> None:
         )
         prompt = found.get("prompt")
         if not isinstance(prompt, str) or not prompt.rstrip().endswith(steps.rstrip()):
-            raise BadLineError(f"{said}; write it at the end of `prompt`")
+            raise BadLineError(f"{said}; write it at the end of `prompt`, behind a line break")
     if "chosen" not in found and _are_exchanges(found.get("conversation")):
         _read_exchanges(found)
     if {"vanilla", "completion"} <= found.keys() and "prompt" not in found:
@@ -633,7 +636,11 @@ def _with_contexts(value: object) -> dict[str, Any] | None:
 
 
 def remedy_for(
-    record: Mapping[str, Any], *, reads_pairs: bool = False, reads_labels: bool = False
+    record: Mapping[str, Any],
+    *,
+    reads_pairs: bool = False,
+    reads_labels: bool = False,
+    reads_margins: bool = False,
 ) -> str | None:
     """Return the advice for a ``record`` of no known form. None: there is no advice.
 
@@ -641,12 +648,13 @@ def remedy_for(
         record: the record.
         reads_pairs: True: only pairs are learned.
         reads_labels: True: single answers with a label are learned too, both good and bad ones.
+        reads_margins: True: the ``margin`` of a pair is learned.
     """
     record = {key: _as_turns(value) for key, value in record.items()}
     said = (
         (None if reads_pairs else _remedy_for_rounds(record))
         or _remedy_for_steps(record, reads_pairs, reads_labels)
-        or remedy_for_two(record)
+        or remedy_for_two(record, reads_margins=reads_margins)
         or _remedy_for_several(record, reads_pairs, reads_labels)
     )
     if said is not None:
@@ -796,8 +804,11 @@ def _has_verdicts_of_steps(key: str, record: Mapping[str, Any]) -> bool:
     return _STEP in marked
 
 
-def remedy_for_two(record: Mapping[str, Any]) -> str | None:
-    """Return the advice for a record with two answers. None: it does not have two."""
+def remedy_for_two(record: Mapping[str, Any], *, reads_margins: bool = False) -> str | None:
+    """Return the advice for a record with two answers. None: it does not have two.
+
+    ``reads_margins`` is True if the ``margin`` of a pair is learned.
+    """
     fields = sorted(key for key, value in record.items() if value is not None)
     also = _also_original(record) or f"{_also_prompt(record)}{_for_chat(record)}"
     better, worse = (next(filter(x.fullmatch, fields), None) for x in (_BETTER, _WORSE))
@@ -817,9 +828,15 @@ def remedy_for_two(record: Mapping[str, Any]) -> str | None:
         scores = [f"`{key}`" for key in fields if _SCORE_OF_TWO.fullmatch(key)]
         if not judges and scores:
             names = f", by {' and '.join(scores)},"
+        margin = ""
+        if reads_margins and signed:
+            margin = f", and, if you like, the size of `{signed[0]}` without its sign as `margin`"
+        elif reads_margins and len(scores) == 2:
+            margin = f", and, if you like, the difference of {' and '.join(scores)} as `margin`, "
+            margin += "the better one's minus the other's"
         return (
             f"it has two answers; write the better one{names} as `chosen`, the other as `rejected`"
-            f"{also}; leave {ties} out"
+            f"{also}{margin}; leave {ties} out"
         )
     return None
 
@@ -981,6 +998,7 @@ def _judging(record: Mapping[str, Any]) -> list[str]:
             or bad_value_of_flag(key, value) is not None
         )
         and words_of(key).isdisjoint(_NO_SCORES)
+        and not frozenset() < words_of(key) <= _OF_STATES
         and not is_about_question(key)
     ]
     about = [
@@ -1068,6 +1086,16 @@ def _remedy_for_question(record: Mapping[str, Any]) -> str | None:
             asking = [key for key in asking if key != subject and not describes(key, record[key])]
             what = f"what is asked, perhaps `{asking[0]}`," if asking else "what is asked"
             what = f"`{subject}` and {what}"
+        elif parts := [
+            f"`{key}`"
+            for key in others
+            if asking
+            and key != asking[0]
+            and not words_of(key).isdisjoint(PASSAGES)
+            and may_be_asked(key, record[key])
+            and not _is_shown(record[key], record, asking[:1])
+        ]:  # gretel's `sql_context`
+            what = f"{what.rstrip(',')} with {' and '.join(parts)},"
         if (source := _source_of(answers, record)) and not asking:
             what = f"what is asked with `{source}`"
         kept = _kept({key: value for key, value in record.items() if key not in answers})
@@ -1146,7 +1174,8 @@ def _remedy_for_pointer(record: Mapping[str, Any]) -> str | None:
         write = f"write {what} with {pointer.where} as `instruction`"
         return (
             f"`{key}` seems to be {kind_of([pointer])} {pointer.where}; {write} and the text of "
-            f"the option that it names as `output`, or {_OF_POLICY}"
+            f"the option that it names as `output`{_without_thought(record)}"
+            f"{_also_thought(record)}, or {_OF_POLICY}"
         )
     return None
 

@@ -322,7 +322,7 @@ def systems_of_request(request: Mapping[str, Any]) -> dict[str, str]:
     """Return the texts for the system in the body of a request, by their places in it."""
     found: dict[str, str] = {}
     for key, value in request.items():
-        if key == "system" or _is_system(key):
+        if key == "system" or is_system(key):
             parts = value.get("parts") if isinstance(value, Mapping) else value  # Gemini's
             found[key] = text_of({"content": parts})
     turns = request.get("messages")
@@ -834,8 +834,10 @@ def _has_words(key: str, words: Collection[str]) -> bool:
 
 
 def _describes(key: str) -> bool:
+    words = words_of(key)
     is_of_model = key.lower().endswith("model")  # reasoning_model, but not model_reasoning
-    return is_of_model or not words_of(key).isdisjoint(_DESCRIBES)
+    is_of_use = words >= {"used", "in"} or words >= {"pass", "rate"}  # OpenMathReasoning's
+    return is_of_model or is_of_use or not words.isdisjoint(_DESCRIBES)
 
 
 def describes(key: str, value: object) -> bool:
@@ -864,7 +866,7 @@ def bad_value_of_flag(key: str, value: object) -> bool | None:
     return None if truth_of(value) is None or is_good is is_bad else is_bad
 
 
-def _is_system(key: str) -> bool:
+def is_system(key: str) -> bool:
     """Return whether ``key`` names a system text that no form reads."""
     words = words_of(key)
     is_named = "system" in words and words - {"system"} <= _BESIDE_SYSTEM
@@ -889,7 +891,7 @@ def _texts_to_show(
             return thoughts
     if key in choices:
         return [*_texts_in(listed(value))]
-    if name in _TEXTS or _is_system(key):
+    if name in _TEXTS or is_system(key):
         return texts_of_part(value)
     if key != name and name == "tools":
         return [*_texts_in(value)]
@@ -937,7 +939,7 @@ def _problem(key: str, value: object, text: str, record: Mapping[str, Any], form
         )
     if name in _PLAYED:  # tiny-codes' `scenario` describes the question
         said, remedy = "may be a part of the question", "write it in the question or as `system`"
-    elif name in _SYSTEMS or _is_system(key):
+    elif name in _SYSTEMS or is_system(key):
         said, remedy = "seems to be the system's text, which would be lost", "write it as `system`"
     elif name in _FUNCTIONS | {"tools"} or names_of_tools(value):
         said, remedy = "seems to hold the tools, which would be lost", "write them as `tools`"

@@ -31,6 +31,7 @@ from moetrain.data.known_sets import (
 from moetrain.data.lost import (
     example_of_text,
     is_feedback,
+    is_system,
     order_of_turns,
     refuse_bad_turn,
     refuse_bad_verdict,
@@ -238,7 +239,7 @@ class RecordReader:
             if missing and self.reads_pairs:
                 _refuse_media(record)
                 said = f"no {missing[0]!r}, so it is no pair of answers: {shortened(record)}"
-                remedy = remedy_for(record, reads_pairs=True)
+                remedy = remedy_for(record, reads_pairs=True, reads_margins=self.reads_margins)
                 answers = ("messages", "sharegpt", "completion", "alpaca")
                 if remedy is None and self._has_form(record, *answers):
                     remedy = "it has one answer, which train.objective next_token learns"
@@ -394,6 +395,7 @@ class RecordReader:
     def _messages(self, record: dict[str, Any], name: str) -> list[Document]:
         if record[name] in ([], "[]"):  # ShareGPT has such records
             raise no_turns(name)
+        _refuse_parts(record, name)
         messages = read_messages(record[name], name)
         refuse_lost_answer(record, messages, name)
         warn_of_answers_in_a_row(name, messages)
@@ -585,6 +587,26 @@ def _warn_of_answer(record: Mapping[str, Any], text_field: str) -> None:
                 f"`{key}` of records is not read: `{text_field}` is learned alone, as a document; "
                 f"if it asks for `{key}`, write it as `instruction` and `{key}` as `output`",
             )
+
+
+def _refuse_parts(record: Mapping[str, Any], name: str) -> None:
+    """Raise BadLineError if the texts of turns are in ``parts``, as in Gemini's requests."""
+    for i, turn in enumerate(record[name] if isinstance(record[name], list) else ()):
+        if not isinstance(turn, dict) or not {"content", "value"}.isdisjoint(turn):
+            continue
+        parts = turn.get("parts")
+        if isinstance(parts, list) and parts and all(map(_is_text_part, parts)):
+            system = next((key for key in record if is_system(key)), "systemInstruction")
+            where = "" if system in record else ", where a record has one,"
+            raise BadLineError(
+                f"{name}[{i}] has its text in `parts`: {shortened(parts)}; write the text of "
+                f"`parts` of each turn as `content`, and that of `{system}`{where} as `system`",
+                kind="turns have their texts in `parts`",
+            )
+
+
+def _is_text_part(part: object) -> bool:
+    return isinstance(part, dict) and part.keys() == {"text"} and isinstance(part["text"], str)
 
 
 def _warn_of_marked_turns(messages: Sequence[Message], record: Mapping[str, Any]) -> None:

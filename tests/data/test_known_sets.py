@@ -1818,3 +1818,113 @@ def test_an_issue_without_a_comment_is_to_be_left_out():
     # A summary that is no title of an issue is an answer.
     with pytest.raises(BadLineError, match="and `summary` as `output`"):
         documents({"description": "a long text of it all", "summary": "a text", "title": "t"})
+SQL, SELECT = "CREATE TABLE t (id INT, name TEXT);", "SELECT COUNT(*) FROM t;"
+MMLU_PRO = {"question_id": 0, "question": "q", "options": ["x", "a"], "answer": "B"}
+OF_GEMINI = [
+    {"role": "user", "parts": [{"text": "q"}]},
+    {"role": "model", "parts": [{"text": "a"}]},
+]
+
+
+@pytest.mark.parametrize(
+    ("record", "says", "followed", "right"),
+    [
+        (  # gretel's text-to-SQL
+            {
+                "sql_prompt": "How many?",
+                "sql_context": SQL,
+                "sql": SELECT,
+                "sql_explanation": "It.",
+            },
+            "write what is asked, perhaps `sql_prompt` with `sql_context`, as `instruction` and "
+            "`sql` as `output`",
+            {"sql_context": SQL, "sql_explanation": "It.", "output": SELECT}
+            | {"instruction": f"How many?\n\n{SQL}"},
+            [{**USER, "content": f"How many?\n\n{SQL}"}, {**ANSWER, "content": SELECT}],
+        ),
+        (
+            {**MMLU_PRO, "cot_content": "Let's think step by step."},
+            "with `options` as `instruction` and the text of the option that it names as `output`, "
+            "without `cot_content`, or write both as `messages` with `cot_content` as "
+            "`reasoning_content` of the answer, or let",
+            {"question_id": 0, "instruction": "q\nx\na", "output": "a", "options": ["x", "a"]},
+            [{**USER, "content": "q\nx\na"}, ANSWER],
+        ),
+        (  # a ticket's Status says nothing of the answer
+            {"Status": "solved", "Subject": "s", "Description": "d", "Agent Reply": "a"},
+            r"text\); write `Subject` and what is asked, perhaps `Description`, as `instruction` "
+            "and `Agent Reply` as `output`",
+            {"Status": "solved", "instruction": "s\nd", "output": "a"},
+            [{**USER, "content": "s\nd"}, ANSWER],
+        ),
+        (
+            {"contents": OF_GEMINI, "systemInstruction": {"parts": [{"text": "S"}]}},
+            r"messages\[0\] has its text in `parts`: .*; write the text of `parts` of each turn as "
+            "`content`, and that of `systemInstruction` as `system`",
+            {"contents": [USER, {"role": "model", "content": "a"}], "system": "S"},
+            [{"role": "system", "content": "S"}, USER, ANSWER],
+        ),
+        (
+            {"contents": OF_GEMINI},
+            "as `content`, and that of `systemInstruction`, where a record has one, as `system`",
+            {"contents": [USER, {"role": "model", "content": "a"}]},
+            [USER, ANSWER],
+        ),
+    ],
+    ids=["gretel", "MMLU-Pro", "Zendesk", "Gemini", "Gemini without a system"],
+)
+def test_the_first_advice_names_all_that_the_next_line_would(
+    record: dict, says: str, followed: dict, right: list
+):
+    with pytest.raises(BadLineError, match=says):
+        documents(record)
+    assert [document.text for document in documents(followed)] == [theirs(right)]
+
+
+def test_steps_behind_a_line_break_are_the_end_of_the_prompt():
+    """Math-Step-DPO's."""
+    steps = "Let's think step by step.\nStep 1:"
+    record = {"prompt": "q", "initial_reason_steps": steps, "chosen": " a", "rejected": " b"}
+    with pytest.raises(BadLineError, match="write it at the end of `prompt`, behind a line break"):
+        documents(record, pairs=True)
+    found = documents({**record, "prompt": f"q\n{steps}"}, pairs=True)
+    assert [document.text for document in found] == [f"q\n{steps} a", f"q\n{steps} b"]
+
+
+@pytest.mark.parametrize(
+    ("beside", "says", "margin"),
+    [
+        ({"preference_strength": -2}, "the size of `preference_strength` without its sign as", 2),
+        (
+            {"score_1": 0.5, "score_2": -0.5},
+            "the difference of `score_1` and `score_2` as `margin`, the better one's minus the oth",
+            1.0,
+        ),
+    ],
+)
+def test_a_reward_model_is_told_of_the_margin(beside: dict, says: str, margin: float):
+    """HelpSteer2's strength of a preference, and WebGPT's scores."""
+    record = {"prompt": "q", "response_1": "a", "response_2": "b", **beside}
+    ranked = RecordReader(
+        ChatTemplate(CHATML, {}), form="preference", reads_pairs=True, reads_margins=True
+    )
+    with pytest.raises(BadLineError, match=says):
+        ranked.documents(record)
+    with pytest.raises(BadLineError, match="as `rejected`") as error:
+        documents(record, pairs=True)
+    assert "margin" not in str(error.value)
+    followed = {"prompt": "q", "chosen": "a", "rejected": "b", **beside, "margin": margin}
+    assert [document.margin for document in ranked.documents(followed)] == [margin, margin]
+
+
+def test_how_a_record_was_used_describes_it():
+    """OpenMathReasoning's."""
+    about = {"used_in_training": "not in any", "pass_rate_72b_tir": "n/a for it"}
+    record = {"instruction": "q", "output": "a", **about, "note": "A note."}
+    reader = RecordReader(ChatTemplate(CHATML, {}))
+    assert reader.unread(record, reader.documents(record)) == ["note"]
+
+
+def test_a_score_whose_name_has_no_letter_of_latin_is_named():
+    with pytest.raises(BadLineError, match="keep the records whose `\u8bc4\u5206` suffice"):
+        documents({"prompt": "q", "response": "a", "\u8bc4\u5206": 3})
