@@ -58,7 +58,7 @@ from moetrain.data.warned import noted, warn_once
 
 _T = TypeVar("_T")
 
-_FORMAT = 23
+_FORMAT = 24
 """Part of every key. Raise it when the files, or the way tokens are made, change."""
 
 _FILES = ("tokens.bin", "documents.bin", "targets.bin", "masked.bin", "labels.bin", "margins.bin")

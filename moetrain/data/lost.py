@@ -240,6 +240,7 @@ _OF_FEEDBACK = {
     *("feedback", "rating", "vote", "votes", "thumb", "thumbs", "reaction", "reactions"),
 }
 """Words in the names of what users say of an answer, such as ``user_feedback``."""
+_OF_LABELS = {"label", "kto_tag"}
 _LIKED = {
     *("thumbs up", "thumb up", "thumbsup", "up", "upvote", "upvoted", "like", "liked"),
     *("positive", "\N{THUMBS UP SIGN}"),
@@ -479,6 +480,7 @@ def unread_fields(record: Mapping[str, Any], documents: Sequence[Document], form
         if key not in read
         and (not describes(key, value) or is_source_text(key, value))
         and not (_is_of_numbers(key) and not isinstance(value_in(value), str))
+        and not is_feedback(key, value)
         for place in _unread_places(key, listed(_parsed(value)), shown)
     ]
     of_turns = (key for name in record if name in read for key in _unread_keys(name, record, shown))
@@ -1200,8 +1202,12 @@ def _names_feedback(key: str) -> bool:
 
 
 def is_feedback(key: str, value: object) -> bool:
-    """Return whether a field beside an answer says, by a word, that a user likes it or not."""
-    return _names_feedback(key) and isinstance(value, str) and liking_of(value) is not None
+    """Return whether a field beside an answer says, by a word, that a user likes it or not.
+
+    Such fields are read: a bad answer is refused, or is one to avoid.
+    """
+    is_named = _names_feedback(key) or key in _OF_LABELS
+    return is_named and isinstance(value, str) and liking_of(value) is not None
 
 
 def _says_disliked(key: str, value: object) -> bool:

@@ -471,7 +471,8 @@ class RecordReader:
         label = label_of(record)
         if label is None or form == "text":
             problem = f"no answer with a `label` that is true or false: {shortened(record)}"
-            said = next((key for key in record if is_feedback(key, record[key])), None)
+            names = [key for key in record if key not in ("label", "kto_tag")]
+            said = next((key for key in names if is_feedback(key, record[key])), None)
             remedy = f"; write `{said}` as `label`" if said else ""
             raise BadLineError(
                 f"{problem}{remedy}; known forms are {KNOWN_LABELLED}", kind=remedy[2:] or None

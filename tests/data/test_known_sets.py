@@ -1818,6 +1818,8 @@ def test_an_issue_without_a_comment_is_to_be_left_out():
     # A summary that is no title of an issue is an answer.
     with pytest.raises(BadLineError, match="and `summary` as `output`"):
         documents({"description": "a long text of it all", "summary": "a text", "title": "t"})
+
+
 SQL, SELECT = "CREATE TABLE t (id INT, name TEXT);", "SELECT COUNT(*) FROM t;"
 MMLU_PRO = {"question_id": 0, "question": "q", "options": ["x", "a"], "answer": "B"}
 OF_GEMINI = [

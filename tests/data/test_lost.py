@@ -303,6 +303,15 @@ def test_what_a_user_says_is_a_label_where_labels_are_learned(form: str):
             refuses(form, {"label": word}, "`label` is .*: the answer is one to avoid")
 
 
+@pytest.mark.parametrize("name", ["label", "feedback"])
+def test_what_a_user_says_in_a_word_is_not_listed_as_unread(name: str):
+    reader = RecordReader(ChatTemplate(CHATML, {}))
+    record = {**SINGLE["completion"], name: "thumbs_up"}
+    assert reader.unread(record, reader.documents(record)) == []
+    record = {**SINGLE["completion"], name: "It was a good answer."}
+    assert reader.unread(record, reader.documents(record)) == [name]
+
+
 @pytest.mark.parametrize(
     "beside",
     [
@@ -328,6 +337,8 @@ def test_the_class_that_an_answer_says_is_no_judgement():
         turns = [USER, {**ANSWER, "content": answer}]
         assert documents({"messages": turns, "label": "negative"})
         assert documents({"prompt": "q", "completion": answer, "label": "negative"})
+        with pytest.raises(BadLineError, match=r"or false: [^;]*; known forms are"):
+            documents({**record, "label": "negative"}, "labels")
     assert documents({"text": "The film was dull.", "label": "negative"})
 
 
@@ -1688,7 +1699,7 @@ def test_the_right_answer_of_a_turn_is_no_part_of_what_is_asked(key: str, tmp_pa
     """AM-DeepSeek-R1-Distilled's ``info.reference_answer`` of the user's turn."""
     told = "The answer is four, as the book says."
     for i, beside in ((0, {"info": {key: told}}), (0, {key: told}), (1, {key: told})):
-        turns = [USER, ANSWER]
+        turns: list[dict] = [USER, ANSWER]
         turns[i] = {**turns[i], **beside}
         (document,) = documents({"messages": turns})
         assert document.text == theirs(USER, ANSWER)
