@@ -30,7 +30,18 @@ from moetrain.rl.envs.letters import letter_alone, letter_of
 
 _MARKS = re.compile(r"\$|\\boxed|\\\(|\\\[|####|<<|\S\s*\n\s*\S")
 """Matches what no single expression has: marks around a value, and several lines."""
-_COMMANDS = re.compile(r"\\(?:text|textbf|mathrm|mbox)\{[^{}]*\}|\\[A-Za-z]+")
+_COMMANDS = re.compile(
+    r"\\(?:text|textbf|mathrm|mbox)\{[^{}]*\}|\\begin\{\w+\*?\}(?:\{[lcr|\s]*\})?|\\end\{\w+\*?\}"
+    r"|\\[A-Za-z]+"
+)
+_ENVIRONMENT = re.compile(r"\\begin\{(\w+\*?)\}.*?\\end\{\1\}", re.DOTALL)
+_GAP = re.compile(r"\\\\\s*\[[^\[\]]*(?:pt|em|ex|mm|cm)\]")
+"""Match a matrix or the like, and the end of a row with the height of the gap below it."""
+_AROUND = re.compile(r"\$+([^$]*)\$+|\\\((.*)\\\)|\\\[(.*)\\\]", re.DOTALL)
+_NO_VALUE = re.compile(
+    r"\\begin\{(?!array|[pbvVB]?matrix)|\\\{\s*\\begin\{array\}|\d:\d+\W*[A-Za-z]"
+)
+"""Matches systems of equations and times of the day, of which math-verify takes one number."""
 _WORD = re.compile(
     r"(?!(?:sin|cos|tan|cot|sec|csc|log|exp|max|min|mod|sqrt|inf|gcd|lcm)\b)[A-Za-z]{3,}"
 )
@@ -39,6 +50,7 @@ _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{
 _BOX = re.compile(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
 _ANSWER_IS = re.compile(r"\banswer\b[*_\s]*(?:is\b\s*:?|:)(.*)", re.I)
 _WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s,'\u2019-]+[^\W\d_]+)*")
+_NUMBERS = re.compile(r"[\d.,]*\d")
 _DIGIT = re.compile(r"\d")
 _LISTED = re.compile(r",?\s+(?:or|and)\s+(?=[-+]?[$€£¥₹]?\.?\d)")
 _NOT_TYPED = re.compile(r"[^\W\d_]|[$#!|]|\S\s*\n\s*\S|\d\s+\d")
@@ -88,11 +100,21 @@ class MathReward:
 
     def values(self, text: str) -> list[Any]:
         """Return what ``text`` may stand for: values of sympy, and texts. Empty: no value."""
+        text = _ENVIRONMENT.sub(_on_one_line, text)
+        alone = _AROUND.fullmatch(text.strip())
+        inner = next(filter(None, alone.groups()), "") if alone else text.strip()
+        if _NO_VALUE.search(inner) and _is_expression(inner):
+            return [inner]
         if not _is_expression(text):
             return self._parse(text)
         found = self._parse(rf"\boxed{{{text.strip()}}}")
-        are_texts = all(isinstance(value, str) for value in found)
-        return self._parse(text) or found if are_texts else found
+        if len(_NUMBERS.findall(text)) != 1 or any(not isinstance(x, str) for x in found):
+            return found
+        return self._parse(text) or found  # 90° and 5 m²: one number, and its unit
+
+
+def _on_one_line(found: re.Match[str]) -> str:
+    return " ".join(_GAP.sub(r"\\\\", found[0]).split())
 
 
 def _is_expression(text: str) -> bool:

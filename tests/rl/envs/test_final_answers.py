@@ -241,6 +241,67 @@ def test_rewards_are_those_that_a_reader_gives(reward, right, text, expected):
     assert reward({"answer": right}, text) == expected
 
 
+MATRICES = [
+    # Each with others of the same form that are wrong.
+    (
+        r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}",
+        (r"\begin{pmatrix} 5 \\ 2 \end{pmatrix}", "2", "1,2"),
+    ),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", (r"\begin{pmatrix}2\\1\end{pmatrix}", "2", "12")),
+    ("\\begin{pmatrix}\n1 \\\\\n2\n\\end{pmatrix}", (r"\begin{pmatrix} 1 \\ 3 \end{pmatrix}", "2")),
+    (
+        r"\begin{pmatrix} 1 \\[2pt] 2 \end{pmatrix}",
+        (r"\begin{pmatrix} 2 \\[2pt] 2 \end{pmatrix}", "2"),
+    ),
+    (
+        r"\begin{pmatrix} -1/3 \\ 2/3 \\ 5/3 \end{pmatrix}",
+        (r"\begin{pmatrix} 1/3 \\ 2/3 \\ 5/3 \end{pmatrix}", r"\frac53", "3"),
+    ),
+    (
+        r"\begin{bmatrix} 1 & 2 \\ 3 & 4 \end{bmatrix}",
+        (r"\begin{bmatrix} 1 & 3 \\ 2 & 4 \end{bmatrix}", "4"),
+    ),
+    (
+        r"\left( \begin{array}{ccc} 1 & 0 & 2 \end{array} \right)",
+        (r"\left( \begin{array}{ccc} 1 & 1 & 2 \end{array} \right)", "2"),
+    ),
+    (
+        r"\left(\begin{matrix} 1 & 0 \\ 0 & 1 \end{matrix}\right)",
+        (r"\left(\begin{matrix} 0 & 1 \\ 1 & 0 \end{matrix}\right)", "1"),
+    ),
+    (
+        r"A = \begin{pmatrix} 1 \\ 2 \end{pmatrix}",
+        (r"A = \begin{pmatrix} 7 \\ 2 \end{pmatrix}", "2", "A = 2"),
+    ),
+    (r"\begin{pmatrix} x \\ y \end{pmatrix}", (r"\begin{pmatrix} y \\ x \end{pmatrix}", "y")),
+    (r"\begin{vmatrix} 1 & 2 \\ 3 & 4 \end{vmatrix}", ("4", "2")),
+    (
+        r"\begin{cases} x=1 \\ y=2 \end{cases}",
+        (r"\begin{cases} x=3 \\ y=2 \end{cases}", "2", "y=2"),
+    ),
+    (
+        r"\begin{aligned} x&=1 \\ y&=2 \end{aligned}",
+        ("2", r"\begin{aligned} x&=3 \\ y&=2 \end{aligned}"),
+    ),
+]
+"""Matrices, vectors and systems of equations as MATH writes them, without any marks."""
+
+
+@pytest.mark.parametrize(("right", "wrong"), MATRICES)
+def test_a_matrix_counts_whole(reward, right, wrong):
+    """math-verify takes the last number of a matrix without marks, and so paid `2` for a vector."""
+    for form in (r"\boxed{%s}", "So $%s$.", r"\[ %s \]", "%s"):
+        for gold in (right, f"${right}$"):
+            assert reward({"answer": gold}, form % right) == 1
+            for text in wrong:
+                assert reward({"answer": gold}, form % text) == 0, text
+    if "matrix" in right and "A =" not in right:  # the judge
+        library = pytest.importorskip("math_verify")
+        gold = library.parse(rf"\boxed{{{right}}}")
+        assert library.verify(gold, library.parse(rf"\boxed{{{right}}}"))
+        assert not library.verify(gold, library.parse(rf"\boxed{{{wrong[0]}}}"))
+
+
 @pytest.mark.parametrize(
     "text",
     [
