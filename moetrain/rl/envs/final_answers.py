@@ -65,6 +65,9 @@ _RULES = (
     # math-verify reads "3/4 ." as 3.
     (r"(?<=\d)[ \t]+(?=[.,;:!?](?:\s|$))", ""),
 )
+_ROOT = re.compile(r"√\s*(?:(\d+|[A-Za-z])|\(([^()]*)\))")
+_SIGNS = {0xB2: "^2", 0xB3: "^3", 0xB7: "*", 0x22C5: "*", 0x221E: r"\infty "}
+"""Match what math-verify does not read: roots, squares, cubes, dots of products and infinity."""
 _SPACED = [(re.compile(pattern), replacement) for pattern, replacement in _RULES]
 
 
@@ -87,3 +90,9 @@ def readable(text: str) -> str:
     for pattern, replacement in _SPACED:
         text = pattern.sub(replacement, text)
     return text
+
+
+def signs_in_latex(text: str) -> str:
+    r"""Return ``text`` with the signs that math-verify does not read in LaTeX: ``3\sqrt{2}``."""
+    roots = _ROOT.sub(lambda found: rf"\sqrt{{{found[1] or found[2]}}}", text)
+    return roots.translate(_SIGNS)

@@ -7,6 +7,9 @@ that is an expression as a whole is therefore read as if it were boxed::
     3\sqrt{2}            3 sqrt(2)        [2,5)       the interval      1,2,3      the set
     10 apples\n#### 10   10               So $x=2$.   x = 2             proof      no value
 
+The same text as the right answer is right, whatever math-verify reads in it (``9:30 a.m.``).
+Blanks, ``\text`` and the marks around a text make no difference.
+
 Of a policy's text only the final answer counts (:mod:`moetrain.rl.envs.final_answers`). It is read
 as an expression if it has a LaTeX command, or is all numbers and signs, as ``(12)`` and ``(0, 1]``
 are. So ``12, 13`` and ``12 or 13`` are two values, and not the last one. Others (``It is 7.``) are
@@ -25,7 +28,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from moetrain.rl.envs.final_answers import final_answer, readable
+from moetrain.rl.envs.final_answers import final_answer, readable, signs_in_latex
 from moetrain.rl.envs.letters import letter_alone, letter_of
 
 _MARKS = re.compile(r"\$|\\boxed|\\\(|\\\[|####|<<|\S\s*\n\s*\S")
@@ -47,10 +50,16 @@ _WORD = re.compile(
 )
 """A word that is no name of a function."""
 _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
-_BOX = re.compile(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
+_FLAT = r"\\.|[^{}\\]"
+_BRACES = rf"\{{(?:{_FLAT}|\{{(?:{_FLAT}|\{{(?:{_FLAT})*\}})*\}})*\}}"
+"""Matches braces with two more levels of them within."""
+_BOX = re.compile(rf"\\boxed\s*\{{((?:{_FLAT}|{_BRACES})*)\}}", re.DOTALL)
+_BLANKS = re.compile(r"\s+|~|(?<!\\)\\(?:[ ,;!]|q?quad\b)")
+_NOT_BETWEEN_DIGITS = re.compile(r"(?<!\d) | (?!\d)")
+_POWER = re.compile(r"\^\{(\w|[-+]?\d+)\}")
 _ANSWER_IS = re.compile(r"\banswer\b[*_\s]*(?:is\b\s*:?|:)(.*)", re.I)
 _WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s,'\u2019-]+[^\W\d_]+)*")
-_NUMBERS = re.compile(r"[\d.,]*\d")
+_NUMBERS = re.compile(r"[\d.,]*\d(?:\^\{?-?\d+\}?)?")
 _DIGIT = re.compile(r"\d")
 _LISTED = re.compile(r",?\s+(?:or|and)\s+(?=[-+]?[$€£¥₹]?\.?\d)")
 _NOT_TYPED = re.compile(r"[^\W\d_]|[$#!|]|\S\s*\n\s*\S|\d\s+\d")
@@ -79,10 +88,13 @@ class MathReward:
         right, final = str(line["answer"]), final_answer(answer)
         if right.strip() in (answer.strip(), final.strip()):
             return 1.0
+        right = signs_in_latex(right)
         letter = letter_alone(right)
         if letter and (named := letter_of(answer)):
             return float(named == letter)
-        final = readable(final)
+        final = signs_in_latex(readable(final))
+        if (same := _same(right)) and same in (_same(_said(final)), _same(final)):
+            return 1.0
         if (words := _words(right)) and words == _words(_said(final)):
             return 1.0
         given = self.values(final) if "\\" in final else self._typed(final)
@@ -110,7 +122,7 @@ class MathReward:
         found = self._parse(rf"\boxed{{{text.strip()}}}")
         if len(_NUMBERS.findall(text)) != 1 or any(not isinstance(x, str) for x in found):
             return found
-        return self._parse(text) or found  # 90° and 5 m²: one number, and its unit
+        return self._parse(text) or found  # 90° and 10^-4 eV: one number, and its unit
 
 
 def _on_one_line(found: re.Match[str]) -> str:
@@ -129,6 +141,15 @@ def _said(text: str) -> str:
         if found := pattern.findall(text):
             return found[-1]
     return text
+
+
+def _same(text: str) -> str:
+    r"""Return ``text`` without ``\text``, the marks around it, and blanks that divide no digits.
+
+    ``5\text{ cm}^{2}`` and ``5 cm^2`` are the same then.
+    """
+    plain = _BLANKS.sub(" ", _TEXT.sub(r"\1", text)).strip(" *_$").rstrip(" .*_$")
+    return _NOT_BETWEEN_DIGITS.sub("", _POWER.sub(r"^\1", " ".join(plain.split())))
 
 
 def _words(text: str) -> str | None:

@@ -302,6 +302,51 @@ def test_a_matrix_counts_whole(reward, right, wrong):
         assert not library.verify(gold, library.parse(rf"\boxed{{{wrong[0]}}}"))
 
 
+SAME_TEXTS = [
+    # Each with texts that say the same, and with others that do not.
+    (
+        r"\left\{ \begin{array}{l} x=1 \\ y=2 \end{array} \right.",
+        (r"\left\{\begin{array}{l}x=1\\y=2\end{array}\right.",),
+        (r"\left\{ \begin{array}{l} x=3 \\ y=2 \end{array} \right.", "2"),
+    ),
+    (
+        "9:30 a.m.",
+        (r"9:30\text{ a.m.}", "9:30 a.m", "9:30  a.m."),
+        ("9", "30", "9:30 p.m.", "8:30 a.m."),
+    ),
+    ("7:00 PM", (r"7:00 \text{ PM}", r"7:00\ PM"), ("7", "0", "8:00 PM", "7:00 AM", "0:00 PM")),
+    (
+        "10^-4 eV",
+        (r"10^{-4}\text{ eV}", r"10^{-4}\ \mathrm{eV}", "10^{-4} eV", "10^{-4}"),
+        ("10", "4", "10^-8 eV", r"10^{-8}\text{ eV}", "10^{-8}"),
+    ),
+    (
+        "5 cm^2",
+        (r"5\text{ cm}^2", r"5\,\mathrm{cm}^{2}", "5 cm²"),
+        ("2", "25", "6 cm^2", r"5\text{ mm}^2"),
+    ),
+    ("5 cm²", (r"5\text{ cm}^2", "5 cm^2"), ("2", "25", "6 cm²", r"6\text{ cm}^2")),
+    ("3√2", (r"3\sqrt{2}", r"\sqrt{18}", "3√(2)"), ("3", "2", "2√3", r"2\sqrt{3}")),
+    ("(-∞, √3)", (r"(-\infty, \sqrt{3})",), ("(-∞, √2)", "3")),
+    (".5", ("0.5", r"\frac{1}{2}"), ("5", ".05")),
+    ("12", ("12.0", r"12\,"), ("1 2", r"1\ 2", r"1\,2", "2")),
+    ("x_1 + 2", ("x_1+2",), ("x_1 + 3", "2")),
+    (r"f(x) = x²", ("f(x)=x^2", "f(x) = x^{2}"), ("f(x) = x³", "2")),
+]
+
+
+@pytest.mark.parametrize(("right", "same", "others"), SAME_TEXTS)
+def test_the_same_text_is_right_and_its_numbers_alone_are_not(reward, right, same, others):
+    """Blanks and ``\\text`` make no difference. math-verify read 9 in 9:30 a.m."""
+    for form in (r"\boxed{%s}", r"So it is $\boxed{%s}$.", "<answer>%s</answer>"):
+        for text in (right, *same):
+            assert reward({"answer": right}, form % text) == 1, text
+        for text in others:
+            assert reward({"answer": right}, form % text) == 0, text
+    for form in ("The answer is %s.", "**%s**", "Answer: %s", "So.\n**Answer:** %s"):
+        assert reward({"answer": right}, form % right) == 1
+
+
 @pytest.mark.parametrize(
     "text",
     [
