@@ -42,7 +42,7 @@ _POWERS = "百千万萬亿億兆만억"
 """Powers of ten that belong to the number before them: 3万 is 30000, and is left as it is."""
 _ANSWER_IS = (
     r"(?:答案|正解|答え|回答|정답|답)(?:应该|应当|应|應該|應)?(?:是|为|為|は|은|:)\s*"
-    rf"(?=\*{{0,3}}(?:{_BEGINS}(?![\d.,]*[{_POWERS}])|\$|\\\(|\\boxed))"
+    rf"(?=\*{{0,3}}(?:[(\[]?{_BEGINS}(?![\d.,]*[{_POWERS}])|\$|\\[A-Za-z(]))"
 )
 """Matches a statement in Chinese, Japanese or Korean before a number or a formula."""
 _RULES = (
@@ -51,6 +51,12 @@ _RULES = (
     (rf"(?<=[{_UNSPACED}])(?={_BEGINS}(?![\d.,]*[{_POWERS}]))", " "),
     (rf"(?<=[{_UNSPACED}])(?=[(*]{{0,3}}[A-Z](?![A-Za-z\d]))", " "),
     (rf"(?<=[A-Z)*])(?=[{_UNSPACED}])|(?<=\d)(?=[{_UNSPACED}])(?![{_POWERS}])", " "),
+    # What is denied.
+    (
+        rf"(\bnot\b|n't|不是|不为)\s*(?:\\boxed\{{[^{{}}]*\}}|\$[^$\n]+\$|[*(]{{0,3}}{_TYPED}[*)]{{0,3}}"
+        r"(?!\w|\.\d|\s*[-+*/^=<>(\[]))",
+        r"\1 ",
+    ),
     # Quotes, and Markdown's code.
     (r"[`\"“”„«»「」『』]", " "),
     (rf"(?<![\w'])'({_TYPED})'(?!\w)", r" \1 "),
@@ -58,7 +64,7 @@ _RULES = (
     # A colon, but not that of 3:4 or 12:30; GSM8K's mark; arrows.
     (rf"(?<=[^\d\s]:)(?={_BEGINS})|(?<=##)(?={_BEGINS})|(?<=[→⇒≈])(?={_BEGINS})", " "),
     # So it is (12).
-    (rf"((?:\bis|[:=])\s*)[(\[]({_TYPED})[)\]](?!\s*[\d(*^/+-])", r"\1\2"),
+    (rf"((?:\bis|[:=])\s*)[(\[](?!\d+,(?!\d{{3}}\b))({_TYPED})[)\]](?!\s*[\d(*^/+-])", r"\1\2"),
     # Markdown's emphasis, but not a product, a power or an index.
     (rf"(?<![\w)\]}}*\\])(\*{{1,3}}|_{{1,3}})({_TYPED})\1(?!\s*[\d(*])(?!\w)", r" \2 "),
     (r"(?<=\d)\*{2,3}(?!\s*[\w(*])", " "),

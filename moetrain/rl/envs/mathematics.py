@@ -11,9 +11,11 @@ The same text as the right answer is right, whatever math-verify reads in it (``
 Blanks, ``\text`` and the marks around a text make no difference.
 
 Of a policy's text only the final answer counts (:mod:`moetrain.rl.envs.final_answers`). It is read
-as an expression if it has a LaTeX command, or is all numbers and signs, as ``(12)`` and ``(0, 1]``
-are. So ``12, 13`` and ``12 or 13`` are two values, and not the last one. Others (``It is 7.``) are
-text.
+as an expression if it is LaTeX without words, or all numbers and signs, as ``(12)`` and ``(0, 1]``
+are. So ``12, 13`` and ``12 or 13`` are two values, and not the last one. The same holds for what a
+text states behind its last "answer is", or behind the "is" or the colon in its last line, up to the
+end of the clause (``The answer is (3, 4), because ...``). Other texts (``It is 7 apples.``) are
+math-verify's, and a number behind "not" does not count.
 
 math-verify finds a letter only in a box. If the right answer is a capital letter, the letter that
 the policy's text names is compared (:mod:`moetrain.rl.envs.letters`). Words (``True``,
@@ -58,12 +60,18 @@ _BLANKS = re.compile(r"\s+|~|(?<!\\)\\(?:[ ,;!]|q?quad\b)")
 _NOT_BETWEEN_DIGITS = re.compile(r"(?<!\d) | (?!\d)")
 _POWER = re.compile(r"\^\{(\w|[-+]?\d+)\}")
 _ANSWER_IS = re.compile(r"\banswer\b[*_\s]*(?:is\b\s*:?|:)(.*)", re.I)
+_IS_AT_END = re.compile(r"(?:\bis\b|:(?=\s))((?:(?!\bis\b|:\s).)*)\Z")
+_CLAUSE_ENDS = re.compile(
+    r"[.;,]?\s*\Z|[.;,]\s+(?=[A-Za-z])|(?<=\S):\s|\s+\(?(?=(?:not|because|since|as)\b)"
+)
+_TWO_LETTERS = re.compile(r"[A-Za-z]{2}")
 _WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s,'\u2019-]+[^\W\d_]+)*")
 _NUMBERS = re.compile(r"[\d.,]*\d(?:\^\{?-?\d+\}?)?")
 _DIGIT = re.compile(r"\d")
 _LISTED = re.compile(r",?\s+(?:or|and)\s+(?=[-+]?[$€£¥₹]?\.?\d)")
-_NOT_TYPED = re.compile(r"[^\W\d_]|[$#!|]|\S\s*\n\s*\S|\d\s+\d")
-"""Matches what is more than numbers and signs, and digits that only a space divides: 1 024."""
+_NOT_TYPED = re.compile(r"[^\W\d_]|[$#!|]|\S\s*\n\s*\S|\d\s+[\d(\[]")
+"""Matches what is more than numbers and signs, and digits that only a space divides from others or
+from a bracket: 1 024, and 12 [1]."""
 _DECIMAL = re.compile(r"\s*-?\d+,\d+\s*\.?\s*")
 _MOST_TYPED = 200
 """Most characters of an expression without LaTeX."""
@@ -97,8 +105,15 @@ class MathReward:
             return 1.0
         if (words := _words(right)) and words == _words(_said(final)):
             return 1.0
-        given = self.values(final) if "\\" in final else self._typed(final)
-        return float(self._verify(self.values(right), given))
+        return float(self._verify(self.values(right), self._given(final)))
+
+    def _given(self, text: str) -> list[Any]:
+        """Return what a final answer may stand for, as :meth:`values` does."""
+        if (boxes := _BOX.findall(text)) and _NO_VALUE.search(boxes[-1]):
+            return self.values(boxes[-1])
+        if not boxes and not _is_whole(_bare(text)) and (stated := _stated(text)):
+            return self._typed(stated) if "\\" not in stated else self.values(stated)
+        return self.values(_bare(text)) if "\\" in text else self._typed(_bare(text))
 
     def _typed(self, text: str) -> list[Any]:
         """Return what a final answer without LaTeX may stand for, as :meth:`values` does."""
@@ -123,6 +138,30 @@ class MathReward:
         if len(_NUMBERS.findall(text)) != 1 or any(not isinstance(x, str) for x in found):
             return found
         return self._parse(text) or found  # 90° and 10^-4 eV: one number, and its unit
+
+
+def _bare(text: str) -> str:
+    """Return ``text`` without Markdown's emphasis around it."""
+    return text.strip(" \t\r\n*_")
+
+
+def _is_whole(text: str) -> bool:
+    """Return whether ``text`` is numbers and signs alone, or LaTeX without words and marks."""
+    if len(text) > _MOST_TYPED or not _DIGIT.search(text):
+        return False
+    if "\\" in text:
+        return _is_expression(text) and _TWO_LETTERS.search(_COMMANDS.sub(" ", text)) is None
+    return _NOT_TYPED.search(_LISTED.sub(", ", text)) is None
+
+
+def _stated(text: str) -> str | None:
+    """Return what ``text`` states as a whole expression: behind its last "answer is", else behind
+    the "is" or the colon at its end. None: it states none."""
+    for pattern in (_ANSWER_IS, _IS_AT_END):
+        if found := pattern.findall(text.rstrip()):
+            stated = _bare(_CLAUSE_ENDS.split(found[-1][: 2 * _MOST_TYPED], maxsplit=1)[0])
+            return stated if _is_whole(stated) else None
+    return None
 
 
 def _on_one_line(found: re.Match[str]) -> str:

@@ -161,7 +161,7 @@ def test_a_letter_earns_its_reward_in_each_form_and_no_other_does(reward, form):
         ("3", "2 *3* 4", 0),
         ("10", "2<sup>10</sup>", 0),
         ("3", "答案是3万", 0),
-        ("12", "答案不是12", 1),  # as math-verify reads "not 12": a number, with no statement
+        ("12", "答案不是12", 0),
         ("36", "It is 3 * (12)", 1),
         ("12", "It is 3 * (12)", 0),
         ("14", "(3+4)*2", 1),
@@ -347,6 +347,63 @@ def test_the_same_text_is_right_and_its_numbers_alone_are_not(reward, right, sam
         assert reward({"answer": right}, form % right) == 1
 
 
+STATED = [
+    "The answer is {}.",
+    "Answer: {}",
+    "**{}**",
+    "答案是{}。",
+    "答案：{}",
+    "So the result is {}.",
+]
+STATED += ["The answer is **{}**.", "The answer is {}, because it fits.", "So.\n**Answer:** {}"]
+STATED += [
+    "The answer is {}. I hope it is correct.",
+    "The final answer is: {}",
+    "<answer>{}</answer>",
+]
+WHOLE = [
+    # Each with others of the same form that are wrong.
+    ("1:2", ("2:1", "1:3", "1", "2")),
+    ("(3, 4)", ("(4, 3)", "(3, 5)", "3", "4")),
+    ("2, 3", ("2, 4", "2", "3", "2.3")),
+    ("[2,5)", ("[2,5]", "(2,5)", "[2,6)", "2", "5")),
+    ("(-1, 0.5)", ("(1, 0.5)", "-1", "0.5")),
+    ("3/4", ("4/3", "3", "4")),
+    ("1,024", ("1,025", "1", "24")),
+    (r"\frac{1}{2}", (r"\frac{2}{1}", r"\frac{1}{3}", "2")),
+    (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", (r"\begin{pmatrix} 3 \\ 2 \end{pmatrix}", "2")),
+    ("3√2", ("2√3", r"2\sqrt{3}", "3", "2")),
+]
+
+
+@pytest.mark.parametrize("form", STATED)
+def test_what_a_text_states_counts_whole(reward, form):
+    """math-verify takes the last number of (3, 4), so it paid `4` for that text, and not (3, 4)."""
+    for right, others in WHOLE:
+        assert reward({"answer": right}, form.format(right)) == 1, right
+        for other in others:
+            assert reward({"answer": right}, form.format(other)) == 0, (right, other)
+            assert reward({"answer": other}, form.format(right)) == 0, (right, other)
+
+
+@pytest.mark.parametrize(
+    ("right", "text", "expected"),
+    [
+        *(("42", text, 1) for text in ("It is 42, not 41.", "The answer is 42 (not 41).")),
+        *(("42", text, 1) for text in ("It is not 41. It is 42.", "It isn't 41 but 42.")),
+        *(("42", text, 0) for text in ("The answer is not 42.", "It isn't 42.", "It is not $42$.")),
+        *(("42", text, 0) for text in ("答案不是42。", "It is not 42. It is 41.", "not (42)")),
+        *(("12", text, 1) for text in ("It is 12 apples.", "The answer is 12 [1].", "Total: 12")),
+        ("12", "The answer is 12: 3 * 4", 1),
+        *(("12", text, 0) for text in ("The answer is 12, 13", "It is 12 or 13.", "It is 12:5.")),
+        ("0", "If x is not 0, then it is 5. So it is 0", 1),
+        ("5", "x is not 0. So x = 5", 1),
+    ],
+)
+def test_what_is_denied_is_not_stated(reward, right, text, expected):
+    assert reward({"answer": right}, text) == expected
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -372,6 +429,17 @@ def test_what_math_verify_reads_is_read_alike(text):
 
 def test_long_texts_are_read_in_time(reward):
     """A policy may repeat itself without end."""
-    for part in ("<answer>", "A, ", "`12` ", r"\boxed{", "答案是A ", "<b>", "*1", "答案是1"):
+    for part in (
+        "<answer>",
+        "A, ",
+        "`12` ",
+        r"\boxed{",
+        "答案是A ",
+        "<b>",
+        "*1",
+        "答案是1",
+        "is ",
+        "not 1 ",
+    ):
         readable(final_answer(part * 20_000))
         letter_of(part * 20_000)
