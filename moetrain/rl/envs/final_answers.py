@@ -45,7 +45,11 @@ _ANSWER_IS = (
     rf"(?=\*{{0,3}}(?:[(\[]?{_BEGINS}(?![\d.,]*[{_POWERS}])|\$|\\[A-Za-z(]))"
 )
 """Matches a statement in Chinese, Japanese or Korean before a number or a formula."""
+_LABEL = re.compile(r"^(\s*[A-Z])、(?!\s*[A-Z](?![A-Za-z]))", re.MULTILINE)
+"""Matches the label of an option: C、12. But A、B is a list of letters."""
 _RULES = (
+    # Labels: 【答案】C.
+    (r"【\s*([^\x00-\x7f]{2,8})\s*】\s*:?\s*", r"\1: "),
     (_ANSWER_IS, " Answer: "),
     # A space between letters of these scripts and a number or a letter of an option.
     (rf"(?<=[{_UNSPACED}])(?={_BEGINS}(?![\d.,]*[{_POWERS}]))", " "),
@@ -92,7 +96,7 @@ def readable(text: str) -> str:
     if closed:
         names = "|".join(map(re.escape, closed))
         text = re.sub(rf"</?(?:{names})(?:\s[^<>]*)?>", " ", text, flags=re.I)
-    text = re.sub(r"<br\s*/?>", " ", text).translate(_FULL_WIDTH)
+    text = _LABEL.sub(r"\1. ", re.sub(r"<br\s*/?>", " ", text)).translate(_FULL_WIDTH)
     for pattern, replacement in _SPACED:
         text = pattern.sub(replacement, text)
     return text

@@ -12,8 +12,9 @@ The first of these rules that finds a letter decides, and within a rule the last
 If several letters stand there, as in "A or B" and ``\boxed{A, B}``, none is named.
 
 Of the final answer (:mod:`moetrain.rl.envs.final_answers`) the last 16,384 characters are read.
-Letters are capital. ``A`` and ``I`` before a word, as in "A good guess", are words. A letter behind
-"not" does not count, nor one within a formula.
+Letters are capital. ``A`` and ``I`` before a word, as in "A good guess", are words, unless a
+bracket closes them, as in "A) a dog". A letter behind "not" does not count, nor one within a
+formula.
 """
 
 import re
@@ -95,7 +96,9 @@ def letter_alone(text: str) -> str | None:
 def letter_of(text: str) -> str | None:
     """Return the letter that ``text`` names as its answer. None: it names none, or several."""
     text = readable(final_answer(text))[-_MOST:]
-    end = len(text.rstrip(_BEHIND_LAST))
+    end = len(
+        re.sub(r"\s*(?:选项|選項|选|項|项)\Z", "", text.rstrip(_BEHIND_LAST)).rstrip(_BEHIND_LAST)
+    )
     ranked: dict[int, list[set[str]]] = {}
     for listed in _lists(found for found in _LETTER.finditer(text) if _counts(found)):
         ranks = [_rank(found, is_last=found.end("letter") >= end) for found in listed]
@@ -138,7 +141,9 @@ def _around(found: re.Match[str]) -> tuple[str, str]:
 def _counts(found: re.Match[str]) -> bool:
     """Return whether a letter may be an answer: it is no word, not denied and in no formula."""
     before, after = _around(found)
-    is_word = not found["open"] and found["letter"] in "AI" and _WORD.match(after)
+    is_word = (
+        not (found["open"] or found["shut"]) and found["letter"] in "AI" and _WORD.match(after)
+    )
     is_denied = _IS_WRONG.match(after) or _ends_with(_NOT, before)
     return not (is_word or is_denied or _FORMULA.match(after))
 

@@ -18,7 +18,8 @@ end of the clause (``The answer is (3, 4), because ...``). Other texts (``It is 
 math-verify's, and a number behind "not" does not count.
 
 math-verify finds a letter only in a box. If the right answer is a capital letter, the letter that
-the policy's text names is compared (:mod:`moetrain.rl.envs.letters`). Words (``True``,
+the policy's text names is compared (:mod:`moetrain.rl.envs.letters`). If a value follows the letter
+(``\textbf{(B)}\ 12``), it is compared where a text names no letter. Words (``True``,
 ``\text{Evelyn}``) are compared as such, without regard to case, as math-verify compares ``\text``.
 They must be all of the answer, all of a box, or the rest of the line behind "answer is" or
 "answer:", as lm-evaluation-harness (BBH) and verl (DAPO) find them.
@@ -39,7 +40,7 @@ _COMMANDS = re.compile(
     r"\\(?:text|textbf|mathrm|mbox)\{[^{}]*\}|\\begin\{\w+\*?\}(?:\{[lcr|\s]*\})?|\\end\{\w+\*?\}"
     r"|\\[A-Za-z]+"
 )
-_ENVIRONMENT = re.compile(r"\\begin\{(\w+\*?)\}.*?\\end\{\1\}", re.DOTALL)
+_ENVIRONMENT = re.compile(r"\\begin\{(\w+\*?)\}.{0,2000}?\\end\{\1\}", re.DOTALL)
 _GAP = re.compile(r"\\\\\s*\[[^\[\]]*(?:pt|em|ex|mm|cm)\]")
 """Match a matrix or the like, and the end of a row with the height of the gap below it."""
 _AROUND = re.compile(r"\$+([^$]*)\$+|\\\((.*)\\\)|\\\[(.*)\\\]", re.DOTALL)
@@ -59,6 +60,11 @@ _BOX = re.compile(rf"\\boxed\s*\{{((?:{_FLAT}|{_BRACES})*)\}}", re.DOTALL)
 _BLANKS = re.compile(r"\s+|~|(?<!\\)\\(?:[ ,;!]|q?quad\b)")
 _NOT_BETWEEN_DIGITS = re.compile(r"(?<!\d) | (?!\d)")
 _POWER = re.compile(r"\^\{(\w|[-+]?\d+)\}")
+_LETTER_BEFORE = re.compile(
+    r"\s*(\\(?:text|textbf|textrm|mathrm|mathbf)\s*\{\s*\([A-Z]\)\s*\})"
+    r"(?:[\s:~]|\\(?:[ ,;:!]|q?quad\b))*(?=\S)"
+)
+"""Matches the letter before a value: AMC's ``\\textbf{(B)}\\ 12``."""
 _ANSWER_IS = re.compile(r"\banswer\b[*_\s]*(?:is\b\s*:?|:)(.*)", re.I)
 _IS_AT_END = re.compile(r"(?:\bis\b|:(?=\s))((?:(?!\bis\b|:\s).)*)\Z")
 _CLAUSE_ENDS = re.compile(
@@ -97,9 +103,11 @@ class MathReward:
         if right.strip() in (answer.strip(), final.strip()):
             return 1.0
         right = signs_in_latex(right)
-        letter = letter_alone(right)
+        before = _LETTER_BEFORE.match(right)
+        letter = letter_alone(before[1] if before else right)
         if letter and (named := letter_of(answer)):
             return float(named == letter)
+        right = right[before.end() :] if before else right
         final = signs_in_latex(readable(final))
         if (same := _same(right)) and same in (_same(_said(final)), _same(final)):
             return 1.0

@@ -56,6 +56,8 @@ FORMS_OF_NUMBERS = [
     "정답은{}",
     "คำตอบคือ{}",
     '{{"answer": "{}"}}',
+    "【答案】{}",
+    "【解析】共 3 个。\n【答案】：{}。",
 ]
 FORMS_OF_LETTERS = [
     "<answer>{}</answer>",
@@ -96,6 +98,17 @@ FORMS_OF_LETTERS = [
     "La risposta corretta è {}.",
     "A resposta é ({}), pois sim.",
     "Ответ: {}",
+    "{}) x",
+    "{}) b = 3",
+    "{}) a dog",
+    "**{}) a dog**",
+    "【答案】{}",
+    "【答案】{}。",
+    "【解析】不是 D。\n【答案】（{}）",
+    "{}、12",
+    "{}选项",
+    "{}选项。",
+    "选{}选项",
 ]
 
 
@@ -217,6 +230,20 @@ def test_a_letter_earns_its_reward_in_each_form_and_no_other_does(reward, form):
         ("A", "La risposta non è A, ma B.", 0),
         ("A", "A resposta não é A.", 0),
         ("C", "维生素C", 0),
+        ("C", "排除C选项", 0),
+        ("C", "C选项错误", 0),
+        ("A", "A、B", 0),
+        ("A", "A) x\nB) y", 0),
+        # AMC's answers have the letter and the value.
+        *((r"\textbf{(B)}\ 12", text, 1) for text in (r"\boxed{\textbf{(B)}\ 12}", r"\boxed{B}")),
+        *(
+            (r"\textbf{(B)}\ 12", text, 1)
+            for text in ("(B)", "The answer is B.", r"\boxed{12}", "12")
+        ),
+        *((r"\textbf{(B)}\ 12", text, 0) for text in (r"\boxed{\textbf{(C)}\ 12}", r"\boxed{C}")),
+        *((r"\textbf{(B)}\ 12", text, 0) for text in ("(C)", "The answer is C.", r"\boxed{13}")),
+        (r"\text{(B)}\quad\frac{1}{2}", r"\boxed{0.5}", 1),
+        (r"\text{(B)}\quad\frac{1}{2}", r"\boxed{2}", 0),
         ("A", "a", 0),
         # Words: alone, in a box or tags, and behind "answer is".
         *(("True", text, 1) for text in ("True", "true.", "**True**", r"\boxed{True}")),

@@ -29,6 +29,8 @@ def test_letter_alone_is_of_a_whole_text(text):
         (r"\text{A}", "A"),
         ("A) 12", "A"),
         ("(B) 12", "B"),
+        ("I) x", "I"),
+        ("I) a dog", "I"),
         ("A. The sum", "A"),
         ("The answer is A.", "A"),
         ("The answer is (A)", "A"),
