@@ -7,6 +7,14 @@ A line's ``answer`` is its tests, such as ``assert add(3, 4) == 7``: a text, a l
 text of such a list's JSON. Tests may also be a function ``check(candidate)`` beside the line's
 ``entry_point`` (HumanEval), functions ``test_...`` without arguments (pytest), or subclasses of
 ``unittest.TestCase``; these are called. ``from solution import add`` (KodCode) finds the program.
+Tests may also be inputs and outputs: ``{"inputs": ["3 4\\n"], "outputs": ["7\\n"]}`` (APPS, TACO,
+Eurus) or ``[{"input": "3 4\\n", "output": "7\\n"}]`` (LiveCodeBench), as objects or as JSON. The
+program runs with each input as its standard input, within the limits for all together. Its output
+is right if each line has the words of the right one. Numbers with a point or an exponent may differ
+as in ``numpy.allclose``, and blank lines do not count. With ``fn_name`` beside the inputs or in the
+line (``func_name`` in the line's ``metadata``), the function or the method of ``Solution`` is
+called with each input's arguments.
+
 What the tests need, in the line's ``test_setup_code`` or ``test_imports`` (MBPP), runs before them.
 
 If the prompt ends with a function that has no more than a docstring (HumanEval), an answer may go
@@ -92,14 +100,14 @@ def score_code(line: dict[str, Any], answer: str) -> float:
     tests, setup = _runnable(line), _setup_of(line)
     begun = _begun_in(_prompt_of(line))
     for before in dict.fromkeys(("", f"{setup}\n")):
-        if _is_passed_by_nothing(begun.stub if begun else "", before + tests):
+        if _is_passed_by_nothing(begun.stub if begun else "", tests.behind(before)):
             raise ValueError(
-                f"answer has tests that an empty program passes: {tests[:80]!r}; write tests such "
-                "as assert add(3, 4) == 7 (from inputs and outputs: a call and its result)"
+                f"answer has tests that an empty program passes: {_shown(line['answer'])}; write "
+                "tests such as assert add(3, 4) == 7, or inputs and outputs"
             )
     program = next(reversed(_blocks(answer)), answer)
     program = begun.finished_by(program) if begun else program
-    return float(_passes(program, f"{setup}\n{tests}"))
+    return float(_passes(program, tests.behind(f"{setup}\n")))
 
 
 def _blocks(text: str) -> list[str]:
@@ -108,17 +116,34 @@ def _blocks(text: str) -> list[str]:
     return [code for kind, code in found if kind.strip().lower() in _PYTHON]
 
 
-def _passes(program: str, tests: str) -> bool:
+class _Tests(NamedTuple):
+    """Tests as a program."""
+
+    text: str
+    run_it: bool = False
+    """True: the tests run the program, which is the text ``_program``. False: they follow it."""
+
+    def behind(self, before: str) -> "_Tests":
+        """Return these tests behind the program ``before``."""
+        return self._replace(text=before + self.text)
+
+    def of(self, program: str) -> str:
+        """Return the program with its tests, as one program."""
+        program = f"_program = {program!r}" if self.run_it else program
+        return f"{program}\n\n{self.text}"
+
+
+def _passes(program: str, tests: _Tests) -> bool:
     """Return True if the program and then the tests run to the end."""
     uses, _ = _usable(_USES)
     # A program that exits before its tests can print this only on purpose.
     ran = secrets.token_hex(8)
-    code, written, _ = _run(f"{program}\n\n{tests}\n\nprint('{ran}', flush=True)", uses)
+    code, written, _ = _run(f"{tests.of(program)}\n\nprint('{ran}', flush=True)", uses)
     return code == 0 and ran.encode() in written
 
 
 @lru_cache(maxsize=1 << 14)
-def _is_passed_by_nothing(stub: str, tests: str) -> bool:
+def _is_passed_by_nothing(stub: str, tests: _Tests) -> bool:
     """Return True if the prompt's own code, or a program that defines nothing, passes the tests."""
     return _passes(stub or "pass", tests)
 
@@ -209,11 +234,102 @@ def _text_of(given: object) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _runnable(line: dict[str, Any]) -> str:
+_RUNS = """
+import subprocess, sys
+with open("program.py", "w", encoding="utf-8", errors="replace") as opened:
+    opened.write(_program)
+def same(word, right):
+    if word == right or not set(right.lower()) & set(".e"):
+        return word == right
+    try:
+        return abs(float(word) - float(right)) <= 1e-8 + 1e-5 * abs(float(right))
+    except ValueError:
+        return False
+for given, right in {cases!r}:
+    command = [sys.executable, "-I", "-X", "utf8", "program.py"]
+    ran = subprocess.run(command, input=given.encode(), stdout=subprocess.PIPE, check=True)
+    texts = (ran.stdout.decode(errors="replace"), right)
+    lines, wanted = ([x.split() for x in text.splitlines() if x.strip()] for text in texts)
+    assert [len(line) for line in lines] == [len(line) for line in wanted]
+    pairs = [pair for both in zip(lines, wanted) for pair in zip(*both)]
+    assert all(same(word, right) for word, right in pairs)
+"""
+"""Tests of a program that reads standard input."""
+_CALLS = """
+import json
+def listed(value):
+    return json.loads(json.dumps(value))
+_solution = globals().get("Solution")
+_called = getattr(_solution(), {name!r}) if hasattr(_solution, {name!r}) else {name}
+for given, right in json.loads({cases!r}):
+    got = listed(_called(*given))
+    assert got == right or (isinstance(right, list) and len(right) == 1 and got == right[0])
+"""
+"""Tests of a function. As in APPS, a result may stand in a list, and tuples are lists."""
+
+
+def _inputs_of(line: dict[str, Any]) -> _Tests | None:
+    """Return the tests of an ``answer`` that is inputs and outputs. None: it is something else.
+
+    Raises ValueError: they cannot be read.
+    """
+    given = _unpacked(line.get("answer"))
+    if isinstance(given, list) and given and all(_has(each, "input", "output") for each in given):
+        pairs = [(each["input"], each["output"]) for each in given]
+    elif _has(given, "inputs", "outputs"):
+        inputs, outputs = _unpacked(given["inputs"]), _unpacked(given["outputs"])
+        if not (isinstance(inputs, list) and isinstance(outputs, list)) or not inputs:
+            raise ValueError("answer has inputs or outputs that are no list of some; write lists")
+        if len(inputs) != len(outputs):
+            counts = f"{len(inputs)} inputs and {len(outputs)} outputs"
+            raise ValueError(f"answer has {counts}; write one output for each input")
+        pairs = list(zip(inputs, outputs, strict=True))
+    else:
+        return None
+    places = (given, line, _unpacked(line.get("metadata")))
+    names = (x.get(key) for x in places if isinstance(x, dict) for key in ("fn_name", "func_name"))
+    if name := next(filter(None, names), None):
+        if not str(name).isidentifier():
+            raise ValueError(f"answer has the function {_shown(name)}; write its name alone")
+        cases = json.dumps(
+            [(_arguments(x), _unpacked(y) if isinstance(x, str) else y) for x, y in pairs]
+        )
+        return _Tests(_CALLS.format(name=name, cases=cases))
+    texts = [tuple(_lines(x) for x in pair) for pair in pairs]
+    return _Tests(_RUNS.format(cases=texts), run_it=True)
+
+
+def _has(value: object, *keys: str) -> TypeGuard[dict[str, Any]]:
+    return isinstance(value, dict) and all(key in value for key in keys)
+
+
+def _unpacked(value: object) -> Any:
+    """Return the value whose JSON is the text ``value``. Return other values unchanged."""
+    if isinstance(value, str):
+        with suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
+
+
+def _arguments(given: object) -> list[Any]:
+    """Return the arguments of a call: a list of them, or a text with the JSON of one a line."""
+    if isinstance(given, str):
+        return [_unpacked(text) for text in given.splitlines() if text.strip()]
+    return given if isinstance(given, list) else [given]
+
+
+def _lines(value: object) -> str:
+    """Return what a program reads or writes: a text, or lines in a list."""
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _runnable(line: dict[str, Any]) -> _Tests:
     """Return the tests in the line's ``answer`` as a program that calls all of them.
 
     Raises ValueError: there are none, or their form is not one that the module's docstring names.
     """
+    if found := _inputs_of(line):
+        return found
     text = _text_of(line.get("answer"))
     if text is None or not text.strip():
         raise ValueError(
@@ -223,7 +339,8 @@ def _runnable(line: dict[str, Any]) -> str:
         tree = ast.parse(text)
     except _NO_PYTHON as error:
         problem = f"answer has tests that are no Python: {' '.join(str(error).split())}"
-        raise ValueError(f"{problem}; write tests such as assert add(3, 4) == 7") from None
+        remedy = "write tests such as assert add(3, 4) == 7, or inputs and outputs"
+        raise ValueError(f"{problem}; {remedy}") from None
     body = [node for node in tree.body if not _is_start_of_tests(node)]
     calls = [node for node in body if not isinstance(node, ast.FunctionDef | ast.ClassDef)]
     called = {node.id for call in calls for node in ast.walk(call) if isinstance(node, ast.Name)}
@@ -256,7 +373,7 @@ def _runnable(line: dict[str, Any]) -> str:
             f"_loaded = unittest.defaultTestLoader.loadTestsFromTestCase({name})\n"
             "assert unittest.TextTestRunner(verbosity=0).run(_loaded).wasSuccessful()"
         )
-    return "\n".join(lines)
+    return _Tests("\n".join(lines))
 
 
 def _shown(value: object) -> str:

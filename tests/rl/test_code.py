@@ -29,9 +29,12 @@ UNITTEST = (
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ({"answer": '{"inputs": ["3\\n"], "outputs": ["6\\n"]}'}, "an empty program passes"),
+        ({"answer": '{"inputs": ["3\\n"], "outputs": [""]}'}, "an empty program passes"),
+        ({"answer": {"inputs": ["3\n"], "outputs": []}}, "1 inputs and 0 outputs; write one"),
+        ({"answer": {"inputs": [], "outputs": []}}, "no list of some; write lists"),
+        ({"answer": {"inputs": [[1]], "outputs": [1], "fn_name": "a b"}}, "'a b'; write its name"),
         ({"answer": "def assert_add():\n    assert add(1, 2) == 3"}, "an empty program passes"),
-        ({"answer": {"inputs": ["3\n"], "outputs": ["6\n"]}}, "is .*'inputs'.*; write the tests"),
+        ({"answer": {"inputs": ["3\n"]}}, "is .*'inputs'.*; write the tests"),
         ({"answer": ""}, "is ''; write the tests"),
         ({"answer": []}, r"is '\[\]'; write the tests"),
         ({"answer": None}, "not there; write the tests"),
@@ -45,7 +48,6 @@ UNITTEST = (
     ],
 )
 def test_tests_that_cannot_tell_a_right_program_are_an_error(line, problem):
-    """APPS' and Eurus' inputs and outputs are valid Python, which every program passes."""
     with pytest.raises(ValueError, match=rf"^answer .*{problem}"):
         score_code(line, GOOD)
 
@@ -199,6 +201,76 @@ def test_tests_that_an_unfinished_function_passes_are_an_error():
     line = {"prompt": "def find(x):\n    pass\n", "answer": "assert find(3) is None"}
     with pytest.raises(ValueError, match="an empty program passes"):
         score_code(line, "def find(x): pass")
+
+
+READS = "a, b = map(int, input().split())\nprint(a + b)\nprint()\nprint('%s')"
+PAIRS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n7.50 x\n", "7\n7.50 x"]}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        PAIRS,  # APPS, TACO, Eurus
+        json.dumps(PAIRS),
+        {"inputs": [["1 2"], ["3 4"]], "outputs": [["3", "7.50 x"], ["7", "7.50 x"]]},  # lines
+        json.dumps(  # LiveCodeBench
+            [
+                {"input": "1 2\n", "output": "3\n7.50 x\n", "testtype": "stdin"},
+                {"input": "3 4\n", "output": "7\n7.50 x\n", "testtype": "stdin"},
+            ]
+        ),
+    ],
+)
+def test_a_program_runs_with_each_input(answer):
+    line = {"prompt": "Add the two numbers.", "answer": answer}
+    assert score_code(line, READS % "7.50 x") == 1
+    assert score_code(line, "print(3)\nprint('7.50 x')") == 0  # the first output
+
+
+@pytest.mark.long
+def test_outputs_are_compared_by_lines_and_words():
+    """Lines without their blanks and numbers within 1e-5 are the same, as in APPS."""
+    line = {"prompt": "Add the two numbers.", "answer": PAIRS}
+    assert score_code(line, f"So:\n```python\n{READS % ' 7.5  x '}\n```") == 1
+    main = "if __name__ == '__main__':\n    print(sum(map(int, open(0).read().split())))\n"
+    main += "    print('7.50000001 x')"
+    assert score_code(line, main) == 1
+    for wrong in (
+        *(READS % text for text in ("7.6 x", "7.5 y", "x 7.5", "7.5", "7.5 x x", "7.5\\nx")),
+        f"{READS % '7.5 x'}\nprint(1)",
+        f"{READS % '7.5 x'}\nraise ValueError",
+        "",
+        "exit()",
+    ):
+        assert score_code(line, wrong) == 0, wrong
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"answer": {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]}},
+        {"answer": {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [[3], [7]]}},
+        {"answer": {"inputs": [[1, 2], [3, 4]], "outputs": [3, 7]}, "fn_name": "add"},
+        {
+            "answer": '[{"input": "1\\n2", "output": "3", "testtype": "functional"}]',
+            "metadata": '{"func_name": "add"}',
+        },
+    ],
+)
+def test_a_function_is_called_with_each_input(line):
+    method = "class Solution:\n    def add(self, a, b):\n        return a + b\n"
+    assert score_code(line, GOOD) == score_code(line, method) == 1
+    assert score_code(line, method.replace("+", "-")) == 0
+
+
+@pytest.mark.long
+def test_results_of_calls_are_compared_as_apps_does():
+    lists = {"answer": {"fn_name": "two", "inputs": [["a"]], "outputs": [["a", "a"]]}}
+    assert score_code(lists, "def two(x):\n    return (x, x)") == 1
+    assert score_code(lists, "def two(x):\n    return x") == 0
+    digits = {"answer": {"fn_name": "text", "inputs": [[12]], "outputs": ["12"]}}
+    assert score_code(digits, "def text(x):\n    return str(x)") == 1
+    assert score_code(digits, "def text(x):\n    return x") == 0
 
 
 def test_a_list_of_tests_is_run_whole():
