@@ -25,7 +25,7 @@ from moetrain.data.tools import names_of_tools
 
 ANSWERS = (
     *("ground_truth", "reward_model", "final_answer", "expected_answer", "answerkey", "target"),
-    *("solution", "gold_standard_solution", "verification_info"),
+    *("correct_answer", "verification_info", "solution", "gold_standard_solution"),
 )
 """Fields, in any case, in which other formats have the right answer; last those that may hold its
 working. In an object it is one of these again, as verl's ``reward_model.ground_truth``."""
@@ -43,6 +43,14 @@ _OF_ANSWERS = {"answer", "solution", "truth"}
 """Words in the names of right answers."""
 _OF_WORDING = {"text", "string", "ground", "final", "expected", "correct", "gold", "right"}
 """Words beside them in the names of answers in words."""
+_OF_WRONG = {"incorrect", "wrong", "distractor", "distractors"}
+_OF_OPTIONS = {"answer", "answers", "option", "options", "choice", "choices"}
+"""Words in the names of wrong options: GPQA's ``Incorrect Answer 1`` and SciQ's ``distractor1``."""
+_OF_CHECKERS = {"func_name", "fn_name", "instruction_id_list", "inputs", "test_cases"}
+"""Keys of an object that says how an answer is checked: RLVR-IFeval's, APPS's."""
+_SENTENCE = re.compile(r"[.!?]\s+(?=[A-Z\\$])")
+_FINAL = re.compile(r"####|\\boxed|<answer>|\banswer\b[*_\s]*(?:is\b|:)", re.I)
+"""Match the end of a sentence, and marks of a final answer."""
 _SHOWN = {
     *("prompt", "messages", "conversations", "tools", "documents", "chat_template_kwargs"),
     "answer",
@@ -117,11 +125,36 @@ def hidden_parts(line: Mapping[str, Any], shown: Sequence[str]) -> Iterator[Hidd
                 said = f"`{place}`, with a name that tests of the answer may call"
                 yield Hidden(place, text, said, _WRITE)
                 break
+    wrong = wrong_options(line)
+    lost = [
+        key for key in wrong if not all(is_said(x, shown) for _, x in _texts_in(key, line[key]))
+    ]
+    if lost:
+        said = f"{_in_words(lost)}, which may be wrong options of the question"
+        remedy = "write all options in the prompt, shuffled and lettered, and the letter of the "
+        remedy += "right one as `answer`, or leave them out"
+        yield Hidden(lost[0], next(_texts_in(lost[0], line[lost[0]]))[1], said, remedy)
     if not line.get("tools"):
         for place, names in _tools_in(line):
             if not all(is_said(name, shown) for name in names):
                 said = f"`{place}`, which holds tools"
                 yield Hidden(place, names[0], said, "write them as `tools`")
+
+
+def wrong_options(line: Mapping[str, Any]) -> list[str]:
+    """Return the fields with wrong options of the question."""
+
+    def is_wrong(key: str) -> bool:
+        words = {re.sub(r"\d+$", "", word) for word in words_of(key)} - {""}
+        return bool(words & _OF_WRONG) and words <= _OF_WRONG | _OF_OPTIONS
+
+    return [key for key, value in line.items() if is_wrong(key) and any(_texts_in(key, value))]
+
+
+def _in_words(fields: Sequence[str]) -> str:
+    """Return the fields in backticks, as a list in words."""
+    *first, last = (f"`{field}`" for field in fields)
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def hidden_calls(line: Mapping[str, Any], shown: Sequence[str]) -> Iterator[Hidden]:
@@ -263,10 +296,17 @@ def advice_for_prompt(line: object) -> str:
     likely = found or _likely(line)
     if not likely:
         return "; write what the policy is asked as `prompt`"
+    wrong = wrong_options(line)
     parts = dict.fromkeys(part.place for part in hidden_parts(line, [line[likely[0]]]))
+    parts = [place for place in parts if place not in wrong]
     parts = [f"`{place}`" for place in parts if f" and `{place}` as `tools`" != also]
     whole = ", with all that the question needs" * (len(found) > 1)
     whole = f", with {' and '.join(parts)} in it" if parts else whole
+    if wrong:
+        right = place_of_answer(line)
+        options = _in_words([right.field, *wrong] if right else wrong)
+        whole += f", with the options {options} behind it, shuffled and lettered,"
+        whole += " and the right one's letter as `answer`"
     perhaps = "rename" if found else "perhaps rename"
     return f"; {perhaps} `{likely[0]}` to `prompt`{whole}{also}"
 
@@ -298,10 +338,11 @@ class PlaceOfAnswer(NamedTuple):
 
 def place_of_answer(line: Mapping[str, Any]) -> PlaceOfAnswer | None:
     """Return where the right answer of a line may be. None: nowhere."""
-    named = {key.lower(): key for key, value in line.items() if value is not None}
-    place = next((named[name] for name in ("answer", *ANSWERS) if name in named), None)
-    if place is None:
+    named = {"_".join(key.lower().split()): key for key, value in line.items() if value is not None}
+    places = [named[name] for name in ("answer", *ANSWERS) if name in named]
+    if not places:
         return None
+    place = next((key for key in places if not is_worked(line[key])), places[0])
     value, packed = line[place], ""
     while True:
         inner = _unpacked(value)
@@ -351,6 +392,25 @@ def has_number(shown: Sequence[str], value: object) -> bool:
         return False
     pattern = re.compile(rf"(?<![\w.]){re.escape(number)}(?!\.?\w)")
     return any(pattern.search(text) for text in shown)
+
+
+def is_worked(value: object) -> bool:
+    """Return whether ``value`` is a text of several sentences that marks no final answer."""
+    if not isinstance(value, str) or not isinstance(_unpacked(value), str):
+        return False
+    return len(_SENTENCE.findall(value)) > 1 and _FINAL.search(value) is None
+
+
+def how_checked(value: object) -> str:
+    """Describe a ``value`` that says how an answer is checked. Empty: it is something else."""
+    inner = _unpacked(value)
+    cases = inner if isinstance(inner, list) else []
+    if cases and all(isinstance(x, Mapping) and {"input", "output"} <= set(x) for x in cases):
+        return "tests of a program, which examples/code_reward.py:score_code runs"
+    found = _OF_CHECKERS & set(inner) if isinstance(inner, Mapping) else set()
+    if found & {"inputs", "fn_name"}:
+        return "tests of a program, which examples/code_reward.py:score_code runs"
+    return "what a function that checks the answer is given" if found else ""
 
 
 def is_packed(answer: object) -> bool:

@@ -57,9 +57,12 @@ from moetrain.rl.envs.lines import (
     have_meaning_together,
     hidden_calls,
     hidden_parts,
+    how_checked,
     is_packed,
+    is_worked,
     place_of_answer,
     text_of_answer,
+    wrong_options,
 )
 from moetrain.rl.envs.mathematics import MathReward
 
@@ -229,7 +232,13 @@ class Jsonl(TextEnvironment):
                     f"which a policy could repeat; set another rl.reward: {own}, and checks how "
                     "the number is reached"
                 )
+            if place and (checked := how_checked(place.value)):
+                return f"{lacks}, and `{place.field}` is {checked}; set another rl.reward: {own}"
             perhaps = f" (perhaps from {place.said})" if place else ""
+            if place and (wrong := wrong_options(line)):
+                options = f"`{place.field}` and the wrong ones such as `{wrong[0]}`"
+                perhaps = f" (perhaps the letter of {place.said}, if the prompt has all options, "
+                perhaps += f"{options}, shuffled and lettered)"
             pointing = (key for key in line if key.lower() in _POINTING)
             key = next((key for key in pointing if pointer_in(line, line[key])), None)
             if place is None and key is not None:
@@ -237,6 +246,8 @@ class Jsonl(TextEnvironment):
             return f"{lacks}; give it as `answer`{perhaps}{other}"
         if not isinstance(answer, dict | list):
             return ""
+        if checked := how_checked(answer):
+            return f"`answer` is {checked}; set another rl.reward: {own}"
         kind = "an object" if isinstance(answer, dict) else "a list"
         inner = [key for key in (*ANSWERS, "value") if isinstance(answer, dict) and key in answer]
         write = f"write its `{inner[0]}`" if inner else "write one value"
@@ -318,6 +329,17 @@ class Jsonl(TextEnvironment):
             if odd and is_packed(answers[odd[0]]):
                 said = "JSON, and rl.reward exact compares its text"
                 remedy = "write the value out of the JSON, unless the policy is asked for JSON"
+        if odd and (checked := how_checked(answers[odd[0]])):
+            remedy = f"this is {checked}: set rl.reward FILE.py:NAME, a function that gets the line"
+        worked = [i for i, answer in enumerate(answers) if is_worked(answer)]
+        if worked:
+            logger.warning(
+                "rl.prompts: %r: of the first %d answers %d are texts of several sentences without "
+                "a mark of the final answer (line %d: %s), and rl.reward %s compares %s; write the "
+                "final answer alone",
+                *(path, len(answers), len(worked), worked[0] + 1, shortened(answers[worked[0]])),
+                *(reward, "all of it" if reward == "exact" else "one value in it"),
+            )
         if odd:
             first = shortened(answers[odd[0]])
             logger.warning(

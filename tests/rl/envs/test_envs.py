@@ -656,6 +656,113 @@ def test_prompts_that_would_be_learned_wrongly_are_one_line(lines, row, says):
         opened("jsonl", prompts=lines, reward="exact")
 
 
+GPQA = {
+    "Question": "How many carbons has it?",
+    "Correct Answer": "11",
+    **{f"Incorrect Answer {i}": str(12 + i) for i in (1, 2, 3)},
+    "Explanation": "Count.",
+}
+
+
+@pytest.mark.parametrize("reward", ["exact", "math"])
+def test_columns_of_options_are_named(lines, caplog, reward):
+    """GPQA's table has the right option and the wrong ones in columns of their own."""
+    if reward == "math":
+        pytest.importorskip("math_verify")
+    wrong = "`Incorrect Answer 1`, `Incorrect Answer 2` and `Incorrect Answer 3`"
+    lines.write_text(json.dumps(GPQA))
+    says = "rename `Question` to `prompt`, with the options `Correct Answer`, "
+    says += f"{wrong} behind it, shuffled and lettered, and the right one's letter as `answer`$"
+    with pytest.raises(ConfigError, match=says):
+        opened("jsonl", prompts=lines, reward=reward)
+    row = {**GPQA, "prompt": GPQA["Question"]}
+    lines.write_text(json.dumps(row))
+    says = r"give it as `answer` \(perhaps the letter of `Correct Answer`, if the prompt has all "
+    says += "options, `Correct Answer` and the wrong ones such as `Incorrect Answer 1`, shuffled"
+    with pytest.raises(ConfigError, match=says):
+        opened("jsonl", prompts=lines, reward=reward)
+    lines.write_text(json.dumps({**row, "answer": "11"}))
+    opened("jsonl", prompts=lines, reward=reward)
+    assert f"prompts 1 do not show {wrong}, which may be wrong options of the" in caplog.text
+    caplog.clear()
+    prompt = f"{GPQA['Question']} A) 13, B) 11, C) 14, D) 15"
+    lines.write_text(json.dumps({**row, "prompt": prompt, "answer": "B"}))
+    opened("jsonl", prompts=lines, reward=reward)
+    assert "options" not in caplog.text
+
+
+def test_wrong_options_of_other_sets_are_found(lines):
+    """SciQ's columns. ``Incorrect`` alone, or beside other words, names no option."""
+    row = {"question": "Why is it?", "correct_answer": "a", "distractor1": "b", "distractor2": "c"}
+    lines.write_text(json.dumps(row))
+    with pytest.raises(ConfigError, match="options `correct_answer`, `distractor1` and `distract"):
+        opened("jsonl", prompts=lines, reward="exact")
+    row = {"question": "Why is it?", "Extra Incorrect Answer 1": "b", "wrong_count": "c"}
+    lines.write_text(json.dumps(row))
+    with pytest.raises(ConfigError, match=r"rename `question` to `prompt`$"):
+        opened("jsonl", prompts=lines, reward="exact")
+
+
+WORKED = "Two and two are four. One more makes 5. But one of them is lost, so 4 are left."
+
+
+@pytest.mark.parametrize("reward", ["exact", "math"])
+def test_a_worked_text_is_not_the_first_choice_of_an_answer(lines, caplog, reward):
+    """SYNTHETIC-1's ``gold_standard_solution`` is a whole solution."""
+    if reward == "math":
+        pytest.importorskip("math_verify")
+    row = {"prompt": "How many?", "gold_standard_solution": WORKED}
+    for also in ({"verification_info": '{"ground_truth": "4"}'}, {"final_answer": "4"}):
+        lines.write_text(json.dumps({**row, **also}))
+        with pytest.raises(
+            ConfigError, match=r"perhaps from `(verif\w+\.ground_truth|final_answer)`"
+        ):
+            opened("jsonl", prompts=lines, reward=reward)
+    lines.write_text(json.dumps({"prompt": "How many?", "answer": WORKED}))
+    opened("jsonl", prompts=lines, reward=reward)
+    assert "of the first 1 answers 1 are texts of several sentences without a mark" in caplog.text
+    for text in (
+        "4",
+        "x = 4. y = 3.",
+        f"{WORKED}\n#### 4",
+        rf"{WORKED} So \boxed{{4}}",
+        "At 9 a.m.",
+    ):
+        caplog.clear()
+        lines.write_text(json.dumps({"prompt": "How many?", "answer": text}))
+        opened("jsonl", prompts=lines, reward=reward)
+        assert "several sentences" not in caplog.text, text
+
+
+CHECKED = [
+    ({"func_name": "verify_sentences", "N": 3}, "what a function that checks the answer is given"),
+    ({"inputs": ["1 2\n"], "outputs": ["3\n"]}, "tests of a program"),  # Eurus
+    ({"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}, "tests of a program"),  # APPS
+    ([{"input": "1 2\n", "output": "3\n", "testtype": "stdin"}], "tests of a program"),
+]
+
+
+@pytest.mark.parametrize(("value", "said"), CHECKED)
+@pytest.mark.parametrize("reward", ["exact", "math"])
+def test_what_a_checker_needs_is_no_answer(lines, caplog, value, said, reward):
+    """RLVR-IFeval's ``ground_truth`` is what a function that checks the answer is called with."""
+    if reward == "math":
+        pytest.importorskip("math_verify")
+    for truth in (value, json.dumps(value)):
+        lines.write_text(json.dumps({"prompt": "Do it.", "ground_truth": truth}))
+        says = f"no answer, .* and `ground_truth` is {said}.*; set another rl.reward: a function"
+        with pytest.raises(ConfigError, match=says) as error:
+            opened("jsonl", prompts=lines, reward=reward)
+        assert "perhaps" not in str(error.value)
+    lines.write_text(json.dumps({"prompt": "Do it.", "answer": value}))
+    with pytest.raises(ConfigError, match=f"`answer` is {said}.*; set another rl.reward"):
+        opened("jsonl", prompts=lines, reward=reward)
+    lines.write_text(json.dumps({"prompt": "Do it.", "answer": json.dumps(value)}))
+    opened("jsonl", prompts=lines, reward=reward)
+    assert f"this is {said}" in caplog.text
+    assert "out of the JSON" not in caplog.text
+
+
 KNIGHTS = {  # K-and-K/knights-and-knaves, with the fields of its card
     "prompt": "Zoey remarked, 'Riley is a knave'. So who is a knight and who is a knave?",
     "names": ["Zoey", "Riley"],
