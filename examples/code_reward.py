@@ -83,6 +83,7 @@ _SETUPS = ("test_imports", "test_setup_code", "test_setup", "setup_code")
 _PROMPTS = ("prompt", "messages", "conversations")
 _START = re.compile(r"^(?:(?:from|import|def|async|class)\b|@|[A-Z_]+ *=)", re.MULTILINE)
 """Matches the first line of what may be Python in a prompt."""
+_DEFINED = re.compile(r"^(?:(?:async\s+)?def|class)\s+(\w+)", re.MULTILINE)
 _STARTS = 32
 """Most such lines that are tried."""
 
@@ -90,8 +91,9 @@ _STARTS = 32
 def score_code(line: dict[str, Any], answer: str) -> float:
     """Return 1 if the answer's program and then the line's ``answer``, its tests, run to the end.
 
-    The program is the last block between ``` marks, or else all of the text. The module's docstring
-    lists its limits.
+    The program is the last block between ``` marks that defines a function or a class of the tests,
+    since an example of its use may follow. Else it is the last block that is marked as Python, the
+    last block, or all of the text. The module's docstring lists its limits.
 
     Raises:
         RuntimeError: programs cannot be run here, not even one that does nothing.
@@ -105,15 +107,24 @@ def score_code(line: dict[str, Any], answer: str) -> float:
                 f"answer has tests that an empty program passes: {_shown(line['answer'])}; write "
                 "tests such as assert add(3, 4) == 7, or inputs and outputs"
             )
-    program = next(reversed(_blocks(answer)), answer)
+    program = _program_in(answer, "" if tests.run_it else tests.text)
     program = begun.finished_by(program) if begun else program
     return float(_passes(program, tests.behind(f"{setup}\n")))
 
 
 def _blocks(text: str) -> list[str]:
-    """Return the blocks of Python between ``` marks."""
+    """Return the blocks of Python between ``` marks, those that are marked as Python last."""
     found = re.findall(r"```([^\n`]*)\n(.*?)```", text, re.DOTALL)
-    return [code for kind, code in found if kind.strip().lower() in _PYTHON]
+    kinds = ((kind.strip().lower(), code) for kind, code in found)
+    python = [(kind, code) for kind, code in kinds if kind in _PYTHON]
+    return [code for _, code in sorted(python, key=lambda block: bool(block[0]))]
+
+
+def _program_in(answer: str, tests: str) -> str:
+    """Return the program of an answer. It is not parsed: it may be made to crash Python."""
+    blocks, words = _blocks(answer), set(re.findall(r"[A-Za-z_]\w*", tests))
+    defining = [x for x in blocks if not words.isdisjoint(_DEFINED.findall(x))]
+    return [answer, *blocks, *defining][-1]
 
 
 class _Tests(NamedTuple):

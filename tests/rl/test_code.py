@@ -273,6 +273,38 @@ def test_results_of_calls_are_compared_as_apps_does():
     assert score_code(digits, "def text(x):\n    return x") == 0
 
 
+def fenced(code, kind="python"):
+    return f"```{kind}\n{code}\n```\n"
+
+
+WRONG = GOOD.replace("+", "-")
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"),
+    [
+        (f"{fenced(GOOD)}For example:\n{fenced('print(add(1, 2))')}", 1),
+        (
+            f"{fenced(GOOD)}Use it:\n{fenced('result = add(1, 2)')}It prints\n{fenced('3', '')}",
+            1,
+        ),
+        (f"{fenced(WRONG)}No:\n{fenced(GOOD)}{fenced('print(add(1, 2))')}", 1),
+        (f"{fenced(GOOD)}No:\n{fenced(WRONG)}{fenced('print(add(1, 2))')}", 0),
+        (f"{fenced(WRONG)}For example:\n{fenced('print(add(1, 2))')}", 0),
+        (f"{fenced('def sub(a, b): return a - b')}{fenced('add = lambda a, b: a + b')}", 1),
+    ],
+)
+def test_an_example_behind_the_program_is_not_the_program(answer, reward):
+    assert score_code(TESTS, answer) == reward
+
+
+def test_a_block_of_output_behind_the_program_is_not_the_program():
+    line = {"answer": {"inputs": ["1 2"], "outputs": ["3"]}}
+    program = "print(sum(map(int, input().split())))"
+    assert score_code(line, f"{fenced(program)}For 1 2 it prints\n{fenced('3', '')}") == 1
+    assert score_code(line, f"{fenced('print(4)')}For 1 2 it prints\n{fenced('print(3)', '')}") == 0
+
+
 def test_a_list_of_tests_is_run_whole():
     """MBPP's ``test_list`` and AceCode's ``test_cases`` are lists of texts."""
     tests = {"answer": ["assert add(3, 4) == 7", "assert add(1, 1) == 2"]}
