@@ -13,8 +13,8 @@ Blanks, ``\text`` and the marks around a text make no difference.
 Of a policy's text only the final answer counts (:mod:`moetrain.rl.envs.final_answers`). It is read
 as an expression if it is LaTeX without words, or all numbers and signs, as ``(12)`` and ``(0, 1]``
 are. So ``12, 13`` and ``12 or 13`` are two values, and not the last one. The same holds for what a
-text states behind its last "answer is", or behind the "is" or the colon in its last line, up to the
-end of the clause (``The answer is (3, 4), because ...``). Other texts (``It is 7 apples.``) are
+text states behind its last "answer is", up to the end of the clause (``The answer is (3, 4),
+because ...``), or behind an "is" or a colon at its end. Other texts (``It is 7 apples.``) are
 math-verify's, and a number behind "not" does not count.
 
 math-verify finds a letter only in a box. If the right answer is a capital letter, the letter that
@@ -70,6 +70,7 @@ _IS_AT_END = re.compile(r"(?:\bis\b|:(?=\s))((?:(?!\bis\b|:\s).)*)\Z")
 _CLAUSE_ENDS = re.compile(
     r"[.;,]?\s*\Z|[.;,]\s+(?=[A-Za-z])|(?<=\S):\s|\s+\(?(?=(?:not|because|since|as)\b)"
 )
+_TEXT_ENDS = re.compile(r"[.;,]?\s*\Z")
 _TWO_LETTERS = re.compile(r"[A-Za-z]{2}")
 _WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s,'\u2019-]+[^\W\d_]+)*")
 _NUMBERS = re.compile(r"[\d.,]*\d(?:\^\{?-?\d+\}?)?")
@@ -165,9 +166,9 @@ def _is_whole(text: str) -> bool:
 def _stated(text: str) -> str | None:
     """Return what ``text`` states as a whole expression: behind its last "answer is", else behind
     the "is" or the colon at its end. None: it states none."""
-    for pattern in (_ANSWER_IS, _IS_AT_END):
+    for pattern, ends in ((_ANSWER_IS, _CLAUSE_ENDS), (_IS_AT_END, _TEXT_ENDS)):
         if found := pattern.findall(text.rstrip()):
-            stated = _bare(_CLAUSE_ENDS.split(found[-1][: 2 * _MOST_TYPED], maxsplit=1)[0])
+            stated = _bare(ends.split(found[-1][: 2 * _MOST_TYPED], maxsplit=1)[0])
             return stated if _is_whole(stated) else None
     return None
 

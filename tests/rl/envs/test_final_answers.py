@@ -425,6 +425,8 @@ def test_what_a_text_states_counts_whole(reward, form):
         *(("12", text, 0) for text in ("The answer is 12, 13", "It is 12 or 13.", "It is 12:5.")),
         ("0", "If x is not 0, then it is 5. So it is 0", 1),
         ("5", "x is not 0. So x = 5", 1),
+        *(("7", text, 1) for text in ("Time: 12:30. So 7", "The sum is 3. So 7", "a: 3, b: 7")),
+        *(("3", text, 0) for text in ("The sum is 3. So 7", "Step 1: 3, so 7", "It is 3, then 7")),
     ],
 )
 def test_what_is_denied_is_not_stated(reward, right, text, expected):
