@@ -10,8 +10,8 @@ from moetrain import Generator
 from moetrain.cli import generate
 from moetrain.cli.checkpoint import main
 from moetrain.generate.engine import load_model
-from tests.cli.test_gguf import CASES, LLAMA3, YARN, write
 from tests.lib.exports import make_tokenizer
+from tests.lib.gguf_models import CASES, LLAMA3, YARN, write
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("xllamacpp")

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import pytest
-import torch
 from pydantic import BaseModel
 
 from moetrain.cli.checkpoint import COMMANDS as checkpoint_commands
@@ -30,7 +29,6 @@ from moetrain.config.needs import unmet
 from moetrain.config.sources import Reader, leaves
 from moetrain.data.chat import CHATML, ChatTemplate
 from moetrain.data.documents import Document
-from moetrain.data.loader import build_data
 from moetrain.data.messages import BadLineError
 from moetrain.data.records import RecordReader
 from moetrain.data.tokenizer import ByteTokenizer
@@ -38,16 +36,13 @@ from moetrain.http.access import Access
 from moetrain.http.protocol import Chat, Completions, Responses
 from moetrain.jobs.api import Limits
 from moetrain.models.hf.files import resolve
-from moetrain.models.transformer import plan_model
 from moetrain.parallel.world import plan_world
-from moetrain.rl.setup import Setup
 from moetrain.train.loop import Trainer
-from moetrain.train.session import prepare, resolve_run
+from moetrain.train.session import resolve_run
 from tests.lib.needs_table import NEEDS_OF_ONE
+from tests.lib.tried_settings import TEXT, TINY, UNSET, made, use
 
 ROOT = Path(__file__).parents[2]
-UNSET = object()
-"""Marker that leaves a setting out."""
 
 DEFAULTS = dict(leaves(Config().model_dump()))
 SECTIONS = {name.partition(".")[0] for name in DEFAULTS if "." in name}
@@ -69,7 +64,6 @@ def chat(*said: str) -> str:
     return json.dumps({"messages": turns}) + "\n"
 
 
-TEXT = "some words of text. " * 40
 CHATS = "".join(chat(f"{i}?", f"{i}!") for i in range(9))
 PAIR = json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n"
 LABELLED = json.dumps({"prompt": "a", "completion": "b", "label": True}) + "\n"
@@ -872,22 +866,6 @@ def write(files: Mapping[str, str | None]) -> None:
         path.write_text(content or "")
 
 
-def use(settings: dict[str, Any]) -> None:
-    """Do everything that a run does before its first step, except for weights."""
-    given = {k: v for k, v in settings.items() if v is not UNSET}
-    if "model.path" not in given:
-        given = {"model.preset": "debug"} | given
-    config = Config.load(None, [f"{k}={v}" for k, v in given.items()], environ={})
-    if any(name.startswith("rl.") for name in given):
-        Setup(*resolve_run(config), "cpu").environment.episode(0).reset()
-        return
-    config, arch = prepare(config)
-    if config.data.source == "synthetic":
-        plan_model(config, arch, torch.float32)
-    else:
-        build_data(config, arch.vocab_size)
-
-
 @pytest.mark.parametrize("case", ROWS)
 def test_what_an_error_advises_works(case, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -1643,23 +1621,6 @@ def test_what_an_error_of_a_layout_advises_works(case):
 
 # ---- resumed runs --------------------------------------------------------------------------------
 
-TINY = {
-    "model.hidden_size": 16,
-    "model.num_layers": 1,
-    "model.num_heads": 2,
-    "model.num_kv_heads": 1,
-    "model.head_dim": 8,
-    "model.num_experts": 4,
-    "model.moe_intermediate_size": 8,
-    "data.source": "synthetic",
-    "data.seq_len": 16,
-    "train.steps": 1,
-    "train.micro_batch_size": 2,
-    "train.global_batch_size": 2,
-    "train.device": "cpu",
-    "compile.enabled": "no",
-    "log.tensorboard": "no",
-}
 AGAIN = {
     "another model": (
         {"model.hidden_size": 24},
@@ -1737,11 +1698,6 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     Trainer(made(TINY | {"output_dir": folder / "out"})).fit()
     return folder
-
-
-def made(settings: dict[str, Any]) -> Config:
-    words = [f"{k}={v}" for k, v in settings.items() if v is not UNSET]
-    return Config.load("debug", words, environ={})
 
 
 @pytest.mark.parametrize("case", AGAIN)

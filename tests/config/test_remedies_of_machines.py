@@ -45,8 +45,8 @@ from moetrain.train.loop import Trainer
 from moetrain.train.metrics import read_metrics
 from moetrain.train.run_folder import RunFolder
 from moetrain.train.session import resolve_run
-from tests.config.test_remedies import TEXT, TINY, UNSET, made, use
 from tests.lib.distributed import spawn
+from tests.lib.tried_settings import TEXT, TINY, UNSET, made, use
 
 # ---- variables of launchers: good ones, a change, the error, and changes that it advises ---
 

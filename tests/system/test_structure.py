@@ -56,6 +56,14 @@ def test_examples_and_scripts_import_what_there_is():
                         importlib.import_module(f"{node.module}.{name}")
 
 
+def test_no_test_imports_a_test():
+    pattern = re.compile(r"^\s*(?:from|import) (?:tests\.)?(?:\w+\.)*test_\w+", re.M)
+    files = [*(ROOT / "tests").rglob("*.py")]
+    assert len(files) > 200
+    found = {str(file.relative_to(ROOT)): pattern.findall(file.read_text()) for file in files}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
 def test_a_model_never_asks_how_it_is_spread():
     for folder in ("models", "kernels", "losses", "runtime"):
         for path in (ROOT / "moetrain" / folder).rglob("*.py"):
