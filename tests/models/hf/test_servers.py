@@ -136,7 +136,9 @@ LOADED_BY = {
     **dict.fromkeys(("glm_moe_dsa", "laguna", "minimax_m3_vl"), "sglang"),
 }
 """Servers whose class took every tensor of an export of a new model, and in which no element of a
-parameter stayed NaN. Exceptions of others are on the page."""
+parameter stayed NaN. For ``mimo_v2_flash`` and ``step3p5`` in SGLang another config class stood in
+for that of transformers, which it refuses, and for ``minimax_m3_vl`` and Sarvam's models keys were
+added to the config. The page has these exceptions and those of other families."""
 SERVED_KEYS = {
     "afmoe": "score_func route_norm n_group topk_group",
     "bailing_hybrid": "use_bias num_experts_per_tok n_group moe_shared_expert_intermediate_size",
