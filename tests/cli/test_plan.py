@@ -208,10 +208,10 @@ def test_the_dry_run_says_what_leaves_a_machine(words, says, capsys):
 
 def test_a_preset_stands_where_a_recipe_does(capsys):
     """Its rows have a length of their own, and the command that plan prints begins with it."""
-    words = ["olmoe-7b", "--dry_run"]
+    words = ["olmoe-1b-7", "--dry_run"]
     assert train.main(words) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: recipe: 'olmoe-7b' is not one of bench-qwen3-235b-a22b, ")
+    assert error.startswith("error: recipe: 'olmoe-1b-7' is not one of bench-qwen3-235b-a22b, ")
     assert error.endswith("nor a .toml file; did you mean olmoe-1b-7b?\n")
     machine = ["--launch.gpus", "8", "--launch.gpu", "h200", "--data.source", "synthetic"]
     assert train.main(["olmoe-1b-7b", "--dry_run", *machine]) == 0

@@ -44,7 +44,7 @@ ONLY = os.environ.get("ONLY_FAMILY")
 """The one family to test on meshes, for who writes it; None: all."""
 
 
-def tested(case):
+def is_tested(case):
     return ONLY in (None, case)
 
 
@@ -72,7 +72,7 @@ def test_every_mesh_gives_the_single_process_answer(world, tmp_path):
         drawn(zlib.crc32(case.encode()), world, case, degrees, next(policies))
         for number, case in enumerate(FAMILY_CASES)
         for name, degrees in meshes_of(world, number, case)
-        if tested(case)
+        if is_tested(case)
     ]
     check(world, runs, tmp_path)
 
@@ -80,7 +80,7 @@ def test_every_mesh_gives_the_single_process_answer(world, tmp_path):
 @pytest.mark.tier("long")
 def test_context_parallel_ranks_share_rows_of_every_family_that_can(tmp_path):
     cases = [case for case in FAMILY_CASES if case not in {*LINEAR_CASES, *LIKE}]
-    runs = [drawn(i, 2, case, {"cp": 2}, "none") for i, case in enumerate(cases) if tested(case)]
+    runs = [drawn(i, 2, case, {"cp": 2}, "none") for i, case in enumerate(cases) if is_tested(case)]
     check(2, runs, tmp_path)
 
 
@@ -103,7 +103,7 @@ def follow_families(archs):
 
 @pytest.mark.tier("long")
 def test_a_generator_follows_a_trainer_of_every_family():
-    cases = [case for case in FAMILY_CASES if case not in LIKE and tested(case)]
+    cases = [case for case in FAMILY_CASES if case not in LIKE and is_tested(case)]
     archs = [architecture_of(case, num_experts=8) for case in cases]
     spawn(2, follow_families, archs, timeout=200)
 
