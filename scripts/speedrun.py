@@ -68,7 +68,7 @@ SCORES = {
 
 
 class Module(NamedTuple):
-    """What is read of a module of the standard library or of a package.
+    """A module of the standard library or of a package: its source, and what documents it.
 
     ``documented`` has a heading and a docstring of each part of the module, and ``functions`` name,
     signature and first sentence of each function that a caller may use.

@@ -64,7 +64,7 @@ _CUT = {
 
 
 class _Read(NamedTuple):
-    """What a record becomes."""
+    """The turns that are read of a record, and the system's text."""
 
     turns: list[Message]
     """The messages of the chosen branch."""

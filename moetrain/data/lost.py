@@ -249,7 +249,7 @@ _DISLIKED = {
     *("thumbs down", "thumb down", "thumbsdown", "down", "downvote", "downvoted", "dislike"),
     *("disliked", "negative", "\N{THUMBS DOWN SIGN}"),
 }
-"""What users say of an answer, as :func:`liking_of` compares it."""
+"""The words in which users judge an answer, in the spelling that :func:`liking_of` gives them."""
 _OF_SHADES = re.compile("[\ufe0f\U0001f3fb-\U0001f3ff:]")
 """Matches the colour of an emoji, and the colons around its name."""
 
@@ -853,8 +853,9 @@ def describes(key: str, value: object) -> bool:
 def is_source_text(key: str, value: object) -> bool:
     """Return whether a field with the name of a source holds a text, such as the sentence to
     translate in WMT24++'s ``source``, and not the name of where the record is from."""
-    is_sentence = isinstance(value, str) and len(value.split()) >= _FEWEST_WORDS_OF_SOURCE
-    return is_sentence and "source" in words_of(key)
+    if "source" not in words_of(key) or not isinstance(value, str):
+        return False
+    return len(value.split()) >= _FEWEST_WORDS_OF_SOURCE
 
 
 def bad_value_of_flag(key: str, value: object) -> bool | None:
@@ -1065,12 +1066,14 @@ def names_turn_before(key: str, value: object) -> bool:
     """Return whether a field names the turn before a record, by its id: OASST's ``parent_id``,
     Claude Code's ``parentUuid``, ``in_response_to_tweet_id`` of customers' tweets."""
     words = words_of(key)
-    is_id = isinstance(value, str | int | float) and not isinstance(value, bool)
-    if not is_id or len(str(value).split()) != 1 or not words.isdisjoint(_OF_PERSONS):
-        return False
     if "parent" in words:
-        return words <= _OF_PARENTS and not words.isdisjoint({"id", "uuid"})
-    return words >= {"reply", "to"} or words >= {"response", "to"}
+        is_named = words <= _OF_PARENTS and not words.isdisjoint({"id", "uuid"})
+    else:
+        is_named = words >= {"reply", "to"} or words >= {"response", "to"}
+    if not is_named or not words.isdisjoint(_OF_PERSONS):
+        return False
+    is_id = isinstance(value, str | int | float) and not isinstance(value, bool)
+    return is_id and len(str(value).split()) == 1
 
 
 def order_of_turns(record: Mapping[str, Any]) -> str:

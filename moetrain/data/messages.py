@@ -804,11 +804,13 @@ def _refuse_thought(message: Mapping[str, Any], where: str) -> None:
 
     Templates write it before the content, or nowhere.
     """
-    role = role_of(message)
+    thoughts = [key for key in REASONING if message.get(key)]
+    role = role_of(message) if thoughts else "assistant"
     if role not in _ROLES.values() or role in ("assistant", _CALL):
         return
-    for key in REASONING:
-        if (value := message.get(key)) and (not isinstance(value, str) or value.strip()):
+    for key in thoughts:
+        value = message[key]
+        if not isinstance(value, str) or value.strip():
             said = f"{where}.{key} is a thought in a turn of role {role}: {shortened(value)}"
             raise BadLineError(f"{said}; {_THOUGHT_AS_TEXT}, or leave it out")
 

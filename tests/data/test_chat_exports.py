@@ -298,7 +298,7 @@ def test_a_chat_in_which_nothing_was_asked_is_named_as_that(name: str, tmp_path:
         BadLineError, match=rf"^`{place}\w*` is empty: it is a chat without turns; leave such"
     ):
         reader().documents(record)
-    # As the error says, data.bad_records skip leaves the chat out.
+    # The advice of the error is followed: data.bad_records skip leaves the chat out.
     whole = EXPORTS.get(name.partition("'")[0], {"messages": [USER, ANSWER, AGAIN, LAST]})
     path = tmp_path / "conversations.json"
     path.write_text(json.dumps([record, whole, whole]))

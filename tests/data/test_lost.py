@@ -1997,7 +1997,7 @@ def test_a_part_of_a_turn_that_its_content_lacks_is_not_lost(parts: list, at: in
     says = rf"messages\[{at}\]\.parts\[1\] has a text that `content` lacks.*'are at 25 %\.'; write"
     with pytest.raises(BadLineError, match=says):
         documents({"messages": [*turns[:at], cut, *turns[at + 1 :]]})
-    # As the error says.
+    # The advice of the error is followed.
     whole = {**turns[at], "content": "Done, the lights are at 25 %."}
     right = theirs(*turns[:at], whole, *turns[at + 1 :])
     for beside in ({"parts": parts}, {}):

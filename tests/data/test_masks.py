@@ -90,7 +90,7 @@ def test_masks_of_parts_are_told_to_be_written_as_segments():
             learned({"messages": [USER, turn]})
     with pytest.raises(BadLineError, match=r"and leave this out$"):
         learned({"messages": [USER, {**ANSWER, "ignore": True}]})
-    # As the error says.
+    # The advice of the error is followed.
     texts = [("<|user|>q<|bot|>", False), ("Knock knock.", False), (" Who is there?", True)]
     segments = [{"label": label, "text": text} for text, label in texts]
     assert learned({"segments": segments}) == [" Who is there?"]
@@ -135,7 +135,7 @@ def test_a_mask_of_nemos_that_names_others_than_the_user_is_refused(mask: str):
         learned({"conversations": json.dumps(turns), "mask": mask})
     for read in ("User", " human ", "User,Human", "<mask>", "a text of its own"):
         assert learned({"conversations": turns, "mask": read, "system": "S"}) == ["a"]
-    # As the error says, without `mask`.
+    # The advice of the error is followed: the record has no `mask`.
     assert learned({"conversations": turns, "system": "S"}) == ["a"]
 
 

@@ -387,7 +387,7 @@ def test_a_thought_in_another_turn_than_the_assistants_stays_where_it_is(role: s
             ):
                 read_messages([turn, USER, SAID])
             assert read_messages([turn | {key: " "}, USER, SAID])
-    # As both errors say.
+    # The advice of both errors is followed.
     followed = [{"role": role, "content": marked}, USER, SAID]
     ((text, _),) = ChatTemplate(CHATML, {}).documents(followed)
     right = {"role": role, "content": "Think:<think>hm</think>Then answer."}

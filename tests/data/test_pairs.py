@@ -240,7 +240,7 @@ JOINED = {
 
 @pytest.mark.parametrize("name", JOINED)
 def test_texts_that_only_begin_with_human_are_joined_as_they_are(name):
-    """As in TRL, a text prompt and its answer are joined, and the answer is learned."""
+    """A text prompt and its answer are joined, and the answer is learned, as TRL does it."""
     prompt, chosen, rejected = JOINED[name]
     wanted = [(prompt, [chosen]), (prompt, [rejected])]
     texts = [prompt + chosen, prompt + rejected]

@@ -55,7 +55,7 @@ _RULES = (
     (rf"(?<=[{_UNSPACED}])(?={_BEGINS}(?![\d.,]*[{_POWERS}]))", " "),
     (rf"(?<=[{_UNSPACED}])(?=[(*]{{0,3}}[A-Z](?![A-Za-z\d]))", " "),
     (rf"(?<=[A-Z)*])(?=[{_UNSPACED}])|(?<=\d)(?=[{_UNSPACED}])(?![{_POWERS}])", " "),
-    # What is denied.
+    # A number or a box behind "not", which the text denies.
     (
         rf"(\bnot\b|n't|不是|不为)\s*(?:\\boxed\{{[^{{}}]*\}}|\$[^$\n]+\$|[*(]{{0,3}}{_TYPED}[*)]{{0,3}}"
         r"(?!\w|\.\d|\s*[-+*/^=<>(\[]))",

@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from moetrain.data.containers import OBJECTS
-from moetrain.data.lost import PARTS, describes, is_address
+from moetrain.data.lost import PARTS, describes, is_address, is_check
 from moetrain.data.messages import is_dialogue, is_said, words_of
 from moetrain.data.options import choices_of, listed
 from moetrain.data.tools import names_of_tools
@@ -46,8 +46,6 @@ _OF_WORDING = {"text", "string", "ground", "final", "expected", "correct", "gold
 _OF_WRONG = {"incorrect", "wrong", "distractor", "distractors"}
 _OF_OPTIONS = {"answer", "answers", "option", "options", "choice", "choices"}
 """Words in the names of wrong options: GPQA's ``Incorrect Answer 1`` and SciQ's ``distractor1``."""
-_OF_CHECKERS = {"func_name", "fn_name", "instruction_id_list", "inputs", "test_cases"}
-"""Keys of an object that says how an answer is checked: RLVR-IFeval's, APPS's."""
 _SENTENCE = re.compile(r"[.!?]\s+(?=[A-Z\\$])")
 _FINAL = re.compile(r"####|\\boxed|<answer>|\banswer\b[*_\s]*(?:is\b|:)", re.I)
 """Match the end of a sentence, and marks of a final answer."""
@@ -86,7 +84,7 @@ class Hidden(NamedTuple):
     text: str
     """The first text of it that is not shown."""
     said: str
-    """What is not shown: the field, and what it may be."""
+    """The field that is not shown, and a guess of what it holds, for a sentence."""
     remedy: str
     """What to write."""
 
@@ -405,12 +403,12 @@ def how_checked(value: object) -> str:
     """Describe a ``value`` that says how an answer is checked. Empty: it is something else."""
     inner = _unpacked(value)
     cases = inner if isinstance(inner, list) else []
-    if cases and all(isinstance(x, Mapping) and {"input", "output"} <= set(x) for x in cases):
+    are_cases = bool(cases) and all(
+        isinstance(x, Mapping) and {"input", "output"} <= set(x) for x in cases
+    )
+    if are_cases or (isinstance(inner, Mapping) and not {"inputs", "fn_name"}.isdisjoint(inner)):
         return "tests of a program, which examples/code_reward.py:score_code runs"
-    found = _OF_CHECKERS & set(inner) if isinstance(inner, Mapping) else set()
-    if found & {"inputs", "fn_name"}:
-        return "tests of a program, which examples/code_reward.py:score_code runs"
-    return "what a function that checks the answer is given" if found else ""
+    return "what a function that checks the answer is given" if is_check(inner) else ""
 
 
 def is_packed(answer: object) -> bool:

@@ -139,7 +139,7 @@ def test_a_letter_earns_its_reward_in_each_form_and_no_other_does(reward, form):
 @pytest.mark.parametrize(
     ("right", "text", "expected"),
     [
-        # What stands in thoughts, or before the tags, is no answer.
+        # Values in thoughts, or before the tags, are no answers.
         ("3", "<think>3</think><answer>12</answer>", 0),
         ("3", r"<think>\boxed{3}</think>It is 12.", 0),
         ("12", "It is 12. <answer>13</answer>", 0),
@@ -215,7 +215,7 @@ def test_a_letter_earns_its_reward_in_each_form_and_no_other_does(reward, form):
         ("B", "The answer is B, and A doubles it.", 1),
         ("B", "A, C and D are wrong. The answer is B.", 1),
         ("A", r"\boxed{A}, \boxed{A}", 1),
-        # What is denied does not count.
+        # A letter that the text denies does not count.
         ("A", "答案不是A", 0),
         ("A", "不应选A", 0),
         ("A", "不能选择A", 0),
